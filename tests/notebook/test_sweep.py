@@ -6,10 +6,12 @@ import math
 import re
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
 from notebook_accel.launch import run_list
@@ -125,7 +127,8 @@ def test_bad_input_starts_nothing() -> None:
         ("did you mean concurrent", {"lr": [1]}, {"concurent": 2}),
         ("takes no session", {"lr": [1]}, {"session": True}),
         ("mode='lowest'", {"lr": [1]}, {"mode": "lowest"}),
-        ("take turns", {"lr": [1]}, {"rounds": 8}),
+        ("needs metric=", {"lr": [1]}, {"rounds": 8}),
+        ("rounds=0", {"lr": [1]}, {"rounds": 0}),
         ("detach", {"lr": [1]}, {"detach": True}),
         ("engine='ray'", {"lr": [1]}, {"engine": "ray"}),
         ("view='big'", {"lr": [1]}, {"view": "big"}),
@@ -172,6 +175,45 @@ def test_optuna_samples_and_is_told_and_its_pruner_stops_trials() -> None:
     assert found.to_pandas()["state"].tolist() == ["succeeded", "pruned"]
     assert found.runs[1][0] == 0.9, "what it had is kept"
     assert found.best is found.runs[0]
+
+
+def epoch(lr: float, seconds: float = 0.02) -> int:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(80), batch_size=1))
+    for step, _ in enumerate(loader):
+        accelerator.log({"loss": lr + 1 / (step + 1)}, step=step)
+        time.sleep(seconds)
+    return step + 1
+
+
+def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each() -> None:
+    optuna = pytest.importorskip("optuna")
+    rates = [0.5, 0.1, 0.4, 0.2]
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
+    asked = {"metric": "loss", "concurrent": 1, "rounds": 4, "pruner": pruner}
+    found = on_cpu(epoch, {"lr": rates}, **asked)
+    assert found.to_pandas()["state"].tolist() == ["pruned", "succeeded", "pruned", "pruned"]
+    assert found.best[0] == 80
+    rows = [run.metrics for run in found]
+    second_turn = next(row["time"] for row in rows[1] if row["step"] > 50)
+    assert max(each[0]["time"] for each in rows) < second_turn, "all are seen before"
+    assert all(10 < len(each) < 75 for each in (rows[0], rows[2])), "after a share of the epoch"
+    # No two trained at a time.
+    spans = sorted((row["time"], number) for number, each in enumerate(rows) for row in each)
+    changes = sum(one[1] != other[1] for one, other in pairwise(spans))
+    assert changes < 16
+    states = [trial.state.name for trial in found.study.trials]
+    assert states == ["PRUNED", "COMPLETE", "PRUNED", "PRUNED"]
+
+
+def test_a_stop_ends_paused_trials_and_what_cannot_be_paused_goes_on() -> None:
+    asked = {"metric": "loss", "concurrent": 1, "rounds": 8, "block": False}
+    found = on_cpu(epoch, {"lr": [0.1, 0.2, 0.3]}, kwargs={"seconds": 0.2}, **asked)
+    eventually(lambda: len(found) == 3, within=SOON, what="the third has its turn")
+    assert "2 paused" in repr(found)
+    found.stop()
+    found.wait(SOON)
+    assert {run.status for run in found} == {"stopped"}
 
 
 def test_distributions_need_a_number_and_optuna(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,3 +59,7 @@ class Leases:
         taken, users = run_list.least_used(self._devices, self._ranks)
         self.awaited = "" if self._shares else ", ".join(dict.fromkeys(run.name for run in users))
         return None if self.awaited else taken
+
+    def are_free(self, devices: tuple[int, ...]) -> bool:
+        """Return whether a paused trial, whose devices are these, can go on."""
+        return self._shares or not run_list.least_used(devices, len(devices))[1]

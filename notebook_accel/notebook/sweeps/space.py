@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from copy import copy
 from itertools import product
 from typing import Any
 
@@ -106,6 +107,13 @@ class Arguments:
             return asked.params, asked
         return next(self._unused), asked
 
+    def should_prune(self, asked: Any) -> bool:
+        """Return whether the pruner ends a trial after its turn."""
+        if asked is None:
+            return False
+        frozen = self.study.get_trials(deepcopy=False)[asked.number]
+        return bool(self.study.pruner.prune(_InTurns(self.study), frozen))
+
     def tell(self, asked: Any, value: float | None, *, pruned: bool, failed: bool) -> None:
         """Tell the study how a trial ended; a value that is not finite is a failure there."""
         if asked is None:
@@ -118,6 +126,25 @@ class Arguments:
             self.study.tell(asked, state=TrialState.PRUNED)
         else:
             self.study.tell(asked, value)
+
+
+class _InTurns:
+    """A study in which trials that go on count as complete: most pruners look at no others."""
+
+    def __init__(self, study: Any) -> None:
+        self._study = study
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._study, name)
+
+    def get_trials(self, deepcopy: bool = True, states: Any = None) -> list[Any]:
+        from optuna.trial import TrialState
+
+        found = [copy(each) for each in self._study.get_trials(deepcopy=False)]
+        for each in found:
+            if each.state == TrialState.RUNNING and each.intermediate_values:
+                each.state = TrialState.COMPLETE
+        return [each for each in found if states is None or each.state in states]
 
 
 def _is_distribution(value: Any) -> bool:

@@ -6,6 +6,7 @@ called from any thread, and only set what that thread reads.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -16,11 +17,15 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from notebook_accel.config import resolve
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import run_list
+from notebook_accel.launch.action_messages import Action
 from notebook_accel.launch.preflight import check_call
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
@@ -78,16 +83,19 @@ class Sweep:
         metric: str | None,
         mode: str,
         max_failures: int,
+        rounds: int,
         check: Callable[[Mapping[str, Any]], None],
         view: str,
     ) -> None:
         self.study = arguments.study
         self._name = name
         self._arguments, self._leases, self._launch = arguments, leases, launch
-        self._check = check
+        self._check, self._rounds = check, rounds
         self._metric, self._mode, self._max_failures = metric, mode, max_failures
         self._trials: list[Trial] = []
         self._running: list[Trial] = []
+        self._paused: list[Trial] = []
+        self._said_of_turns = ""
         self._failures: Counter[tuple[Any, ...]] = Counter()
         self._first_error: dict[tuple[Any, ...], BaseException] = {}
         self._error: BaseException | None = None
@@ -250,15 +258,17 @@ class Sweep:
         try:
             while not self._stop_asked.is_set() and self._error is None:
                 self._start_trials()
-                if not self._running:
+                if not (self._running or self._paused or self._arguments.has_more):
                     break
                 self._look()
                 time.sleep(_LOOK_SECONDS)
         except BaseException as error:  # a launch that failed; raised by whoever waits
             self._error = error
-            for trial in self._running:
+            for trial in [*self._running, *self._paused]:
                 trial.asked = None  # it may be Optuna that has failed
         try:
+            self._running += self._paused
+            self._paused = []
             for trial in self._running:
                 trial.end()
             while self._running:
@@ -271,24 +281,76 @@ class Sweep:
             self._ended.set()
 
     def _start_trials(self) -> None:
-        while len(self._running) < self._leases.at_a_time:
-            number = len(self._trials)
-            if not self._arguments.has_more or self._stop_asked.is_set():
-                return
+        while len(self._running) < self._leases.at_a_time and not self._stop_asked.is_set():
+            waiting = sorted(self._paused, key=lambda one: (not one.is_next, one.turns, one.number))
+            first = waiting[0] if waiting else None
             with run_list.choosing:
-                devices = self._leases.take()
-                if devices is not None:
-                    arguments, asked = self._arguments.ask()
-                    run = self._launch(arguments, devices)
-            if devices is None:  # of another run meanwhile
-                if not self._running:
-                    self._draw()
-                    time.sleep(_LOOK_SECONDS)
-                    continue
+                trial = None
+                if self._arguments.has_more and (first is None or self._can_begin(first)):
+                    trial = self._begin()
+                else:
+                    trial = self._go_on(waiting)
+            if trial is None:  # all have begun, or the devices are another run's meanwhile
                 return
-            trial = Trial(number=number, arguments=arguments, run=run, asked=asked)
-            self._trials.append(trial)
             self._running.append(trial)
+
+    def _begin(self) -> Trial | None:
+        devices = self._leases.take()
+        if devices is None:
+            return None
+        arguments, asked = self._arguments.ask()
+        run = self._launch(arguments, devices)
+        number = len(self._trials)
+        trial = Trial(number=number, arguments=arguments, run=run, asked=asked, rounds=self._rounds)
+        self._trials.append(trial)
+        return trial
+
+    def _can_begin(self, first: Trial) -> bool:
+        """Return whether a further trial begins before ``first``, which is paused, goes on."""
+        needed = max(sum(rank.memory or 0 for rank in one.run.state.ranks) for one in self._paused)
+        has_room = psutil.virtual_memory().available > needed
+        if not has_room:
+            self._said_of_turns = (
+                f"host memory is short: at most {len(self._paused)} trials are paused at a time"
+            )
+        return has_room and not first.is_next
+
+    def _go_on(self, waiting: Sequence[Trial]) -> Trial | None:
+        """Let the first paused trial go on whose devices are free, or end it if it is pruned."""
+        for trial in waiting:
+            if self._leases.are_free(trial.run.state.devices):
+                self._paused.remove(trial)
+                trial.is_next = False
+                if self._arguments.should_prune(trial.asked):
+                    self._prune(trial)
+                else:
+                    with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                        trial.run.go_on()
+                return trial
+        return None
+
+    def _prune(self, trial: Trial) -> None:
+        trial.pruned = True
+        trial.end()
+
+    def _follow_turn(self, trial: Trial) -> None:
+        """Pause a trial whose turn is over, if others wait."""
+        pausing = trial.pausing
+        if pausing is not None and pausing.done():
+            trial.pausing = None
+            if pausing.exception() is None:
+                self._running.remove(trial)
+                self._paused.append(trial)
+            elif not trial.has_ended:
+                trial.turns = self._rounds
+                why = one_line(str(pausing.exception()), 200)
+                self._said_of_turns = f"trial {trial.number} could not be paused: {why}"
+        elif pausing is None and trial.has_had_its_turn and not trial.pruned:
+            trial.end_turn()
+            if self._arguments.has_more or self._paused:
+                trial.pausing = call_of(trial.run).act(Action(kind="pause"))
+            elif self._arguments.should_prune(trial.asked):
+                self._prune(trial)
 
     def _look(self) -> None:
         """Read what the running trials have logged, and take leave of those that have ended."""
@@ -296,11 +358,15 @@ class Sweep:
             # Asked before what it logged is read: nothing comes after.
             has_ended = trial.has_ended
             if trial.read(self._metric, self._mode) and not has_ended:
-                trial.pruned = True
-                trial.end()
+                self._prune(trial)
             if has_ended:
                 self._running.remove(trial)
                 self._take_leave(trial)
+            else:
+                self._follow_turn(trial)
+        for trial in [each for each in self._paused if each.has_ended]:
+            self._paused.remove(trial)
+            self._take_leave(trial)
         self._draw()
 
     def _take_leave(self, trial: Trial) -> None:
@@ -342,9 +408,10 @@ class Sweep:
     # ---- what is shown ---------------------------------------------------------------------
 
     def _title(self) -> str:
-        ended = len(self._trials) - len(self._running)
+        ended = len(self._trials) - len(self._running) - len(self._paused)
         parts = [f"{ended} of {self._arguments.num_trials} trials ended"]
         parts += [f"{len(self._running)} running"] if self._running else []
+        parts += [f"{len(self._paused)} paused"] if self._paused else []
         failed = sum(trial.run.status == "failed" for trial in self._trials)
         parts += [f"{failed} failed"] if failed else []
         best = self._best_trial()
@@ -354,7 +421,7 @@ class Sweep:
         return f"{self._name}: {', '.join(parts)}"
 
     def _notes(self) -> list[str]:
-        notes = []
+        notes = [self._said_of_turns] if self._said_of_turns else []
         if self._leases.awaited:
             notes.append(f"waits for devices of {one_line(self._leases.awaited, 200)}")
         if self._error is not None:
@@ -439,7 +506,10 @@ def sweep(
         num_processes: ranks of a trial.
         concurrent: trials at a time. None: as many as have an accelerator for each rank or, without
             accelerators, a core for each. With more than that, trials share.
-        rounds: only 1 for now.
+        rounds: with more trials than fit at a time, they take turns: each trains this part of an
+            epoch (8: an eighth) and until it has logged ``metric``, then it is paused, and the next
+            one begins or goes on. After each turn the pruner decides. The last of so many turns
+            lasts until the trial's end. 1: each trial trains to its end at once.
         sampler: Optuna's sampler for distributions; None for Optuna's default.
         pruner: Optuna's pruner, which sees each value of ``metric``; a pruned trial is stopped as
             by ``run.stop()``. None prunes nothing.
@@ -483,7 +553,10 @@ def sweep(
         concurrent = None if concurrent is None else as_count("concurrent", concurrent)
         if metric is not None and not isinstance(metric, str):
             raise ConfigError(f"metric={shown(metric)}: expected the name of a logged value")
-        _check_is_there(rounds=rounds, engine=engine, detach=detach)
+        rounds = as_count("rounds", rounds)
+        if rounds > 1 and metric is None:
+            raise ConfigError(f"rounds={rounds} needs metric=: a turn ends at a value of it")
+        _check_is_there(engine=engine, detach=detach)
         _check_launch(launch)
         arguments = Arguments(
             space, mode=mode, metric=metric, num_trials=num_trials, sampler=sampler, pruner=pruner
@@ -531,6 +604,7 @@ def sweep(
                     metric=metric,
                     mode=mode,
                     max_failures=max_failures,
+                    rounds=rounds,
                     check=check,
                     view=view,
                 )
@@ -544,15 +618,14 @@ def sweep(
             raise
 
 
-def _check_is_there(*, rounds: object, engine: object, detach: object) -> None:
+def _check_is_there(*, engine: object, detach: object) -> None:
     """Refuse what is not built yet."""
-    if as_count("rounds", rounds) != 1:
-        raise ConfigError(f"rounds={rounds}: trials cannot take turns yet; leave it out")
     if as_flag("detach", detach):
         raise ConfigError("detach=True: a sweep ends with its kernel for now; leave it out")
     if engine not in ("auto", "local"):
         raise ConfigError(
-            f"engine={shown(engine)}: trials run on this machine for now; leave it out"
+            f"engine={shown(engine)}: trials run on this machine for now. Leave it out; or launch "
+            "each setting by notebook_launcher(engine=..., block=False), and compare(runs()[-8:])"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,16 @@ from notebook_accel.launch.control.metrics_file import MetricTail
 from notebook_accel.launch.run import call_of, raise_error
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from notebook_accel.launch.run import Run
 
 # Optuna copies all earlier ones at each, in memory.
 _MAX_REPORTS = 10_000
 # Of a curve; a chart has those of all trials.
 _STRETCHES = 32
+# The length of a loader is told at most so long after the first value.
+_LENGTH_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
@@ -32,6 +37,9 @@ class Trial:
         asked: Optuna's trial; None without a study.
         newest, best: the last and the best value that it logged; None before the first.
         pruned: whether the pruner has ended it.
+        rounds: its turns, of which the last one lasts until its end.
+        turns: those that are over.
+        pausing: done once it is paused, or could not be.
         is_next: whether it goes on before all others, once it is paused.
         logged: the names of all that it logged.
         curve: the values that it logged.
@@ -44,12 +52,18 @@ class Trial:
     newest: float | None = None
     best: float | None = None
     pruned: bool = False
+    rounds: int = 1
+    turns: int = 0
+    pausing: Future[None] | None = None
     is_next: bool = False
     logged: dict[str, None] = field(default_factory=dict)
     curve: Curve = field(default_factory=lambda: Curve(_STRETCHES))
     _tail: MetricTail = field(init=False)
     _step: int = -1
     _num_reports: int = 0
+    _turn_began: int = 0
+    _has_new: bool = False
+    _new_since: float = 0.0
 
     def __post_init__(self) -> None:
         self._tail = MetricTail(call_of(self.run).folder.path)
@@ -76,18 +90,38 @@ class Trial:
         return to_prune
 
     def _add(self, value: float, step: int | None, mode: str) -> bool:
-        self.newest = value
+        self._new_since = self._new_since if self._has_new else time.monotonic()
+        self.newest, self._has_new = value, True
         self.curve.add(step, value)
         is_better = self.best is None or (value < self.best if mode == "min" else value > self.best)
         if math.isfinite(value) and is_better:
             self.best = value
         step = self._step + 1 if step is None else step
         is_new = step > self._step and self._num_reports < _MAX_REPORTS
-        if self.asked is None or self.pruned or not is_new:
+        if self.asked is None or self.pruned or not is_new or self.turns < self.rounds - 1:
             return False
         self._step, self._num_reports = step, self._num_reports + 1
         self.asked.report(value, step)
         return bool(self.asked.should_prune())
+
+    @property
+    def has_had_its_turn(self) -> bool:
+        """Whether it has trained its share of an epoch, and has logged a value meanwhile."""
+        rank = self.run.state.ranks[0]
+        if self.turns >= self.rounds - 1 or not self._has_new:
+            return False
+        if rank.total_batches is None:  # maybe not told yet
+            return time.monotonic() - self._new_since > _LENGTH_SECONDS
+        share = math.ceil(rank.total_batches / self.rounds)
+        return rank.batches >= self._turn_began + share
+
+    def end_turn(self) -> None:
+        """Count a turn, and report the newest value under its number: all trials have that."""
+        self.turns += 1
+        self._step, self._has_new = self.turns, False
+        self._turn_began = self.run.state.ranks[0].batches
+        if self.asked is not None and self.newest is not None:
+            self.asked.report(self.newest, self.turns)
 
     def error(self) -> BaseException | None:
         """Return why the run has failed; None if it has not."""
