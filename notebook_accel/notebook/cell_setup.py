@@ -1,7 +1,7 @@
 """Reads in the notebook's cells what they did to libraries, for the ranks to repeat.
 
     cells' text --> assignments, calls --+
-    rows of launch/setup/libraries.py ---+--> SetUp(steps, notices) --> LaunchRequest
+    rows of launch/setup/libraries.py ---+--> steps, notices --> LaunchRequest
     ``%%everywhere`` cells --------------+
 
 Only statements at the top level of a cell count, also under ``if``, ``for`` and ``try``. A cell's
@@ -47,14 +47,6 @@ _told: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetUp:
-    """What ranks repeat before the function, and lines for the user about what they cannot."""
-
-    steps: tuple[Step, ...] = ()
-    notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Found:
     """An assignment to ``path`` below a name, or a call; ``from X import *`` has the name ""."""
 
@@ -64,8 +56,11 @@ class _Found:
     called: ast.Call | None = None
 
 
-def read_setup(shell: InteractiveShell | None) -> SetUp:
-    """Return what this process, and the cells that ``shell`` has run, did to libraries."""
+def read_setup(shell: InteractiveShell | None) -> tuple[list[Step], tuple[str, ...]]:
+    """Return what this process, and the cells that ``shell`` has run, did to libraries.
+
+    And lines for the user about what of it ranks cannot repeat.
+    """
     packed: dict[str, Step] = {}
     lost: list[str] = []
     states = [
@@ -87,7 +82,7 @@ def read_setup(shell: InteractiveShell | None) -> SetUp:
         f"only in the notebook, not in the ranks: {', '.join(new)}. Put it into the function, or "
         "into a cell that begins with %%everywhere"
     )
-    return SetUp(steps=(*packed.values(), *everywhere), notices=(notice,) if new else ())
+    return [*packed.values(), *everywhere], (notice,) if new else ()
 
 
 # ---- statements of cells -------------------------------------------------------------------
@@ -98,8 +93,9 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
     for text in namespace.get("In", ()):
         for found in _statements(text):
             if not found.root:
-                name = str(found.path[0])
-                yield found.label, found.label, "", steps.import_for_effect, name
+                # Its effect may be all that is wanted of it.
+                place = "importlib", steps.call, ("import_module",)
+                yield (found.label, found.label, *place, found.path, {})
                 continue
             root = _root(namespace.get(found.root))
             if root is None:

@@ -15,6 +15,7 @@ import ast
 import functools
 import logging
 import sys
+from contextlib import contextmanager
 from itertools import takewhile
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,19 @@ def follow_imports(shell: Any) -> None:
     """Have the template follow what this notebook imports, and has imported."""
     follower = _Follower(shell)
     shell.events.register("pre_run_cell", follower.before_cell)
-    shell.events.register("post_run_cell", follower.after_cell)
+    shell.events.register("post_run_cell", follower.look_at_cells)
     # The cells until now; the one that runs is looked at once more at its end.
     follower.look_at_cells()
-    follow(i for i in imports_at_start(shell.user_ns["In"][-1]) if libraries.is_library(i.root))
+    follower.look_at_start(shell.user_ns["In"][-1])
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Whatever a cell has: it runs as if nobody had looked."""
+    try:
+        yield
+    except Exception:
+        _log.debug("the imports of a cell were not found", exc_info=True)
 
 
 class _Follower:
@@ -58,21 +68,16 @@ class _Follower:
         # Modules that were looked at.
         self._seen: set[str] = set()
 
+    @_harmless()
     def before_cell(self, info: Any) -> None:
         code = getattr(info, "transformed_cell", None)
-        try:
-            code = self._shell.transform_cell(info.raw_cell) if code is None else code
-            follow(item for item in imports_at_start(code) if libraries.is_library(item.root))
-        except Exception:  # whatever a cell has: it runs as if nobody had looked
-            _log.debug("the imports of a cell were not found", exc_info=True)
+        self.look_at_start(self._shell.transform_cell(info.raw_cell) if code is None else code)
 
-    def after_cell(self, _result: Any = None) -> None:
-        try:
-            self.look_at_cells()
-        except Exception:  # as above
-            _log.debug("the imports of a cell were not found", exc_info=True)
+    def look_at_start(self, code: str) -> None:
+        follow(item for item in imports_at_start(code) if libraries.is_library(item.root))
 
-    def look_at_cells(self) -> None:
+    @_harmless()
+    def look_at_cells(self, _result: Any = None) -> None:
         # Source with magics as calls; the first entry is no cell.
         cells = self._shell.user_ns["In"]
         found = {root for code in cells[self._num_cells :] for root in _roots(code)}
@@ -82,12 +87,8 @@ class _Follower:
         self._seen |= new
         own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
         found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
-        added = {
-            *filter(
-                libraries.is_library,
-                (found - self._roots - libraries.OF_TEMPLATE) & sys.modules.keys(),
-            )
-        }
+        unknown = (found - self._roots - libraries.OF_TEMPLATE) & sys.modules.keys()
+        added = {*filter(libraries.is_library, unknown)}
         self._roots |= added
         # Of a library that a cell imports for the first time, older modules too: what is the
         # notebook's now may have been imported by another library before.

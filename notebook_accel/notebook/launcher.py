@@ -218,7 +218,7 @@ def notebook_launcher(
             f"resume= with engine={chosen.engine!r}: call accelerator.load_state({resumed!r}) in "
             "the function instead"
         )
-    setup = read_setup(get_ipython())
+    steps, lost = read_setup(get_ipython())
     with show_in_short():
         request = LaunchRequest(
             function=function,
@@ -227,10 +227,10 @@ def notebook_launcher(
             config=chosen,
             view=choose_view(view, waits=block),
             sources=cell_sources(get_ipython()),
-            setup=setup.steps,
+            setup=steps,
             block=block,
             timeout=timeout,
-            notices=(*notices, *_unused(changed, chosen), *setup.notices),
+            notices=(*notices, *_unused(changed, chosen), *lost),
             name=name or "",
             detach=detach,
             resume=resumed,
@@ -266,7 +266,7 @@ def launch_below(
     end_held_launch()
     chosen, notices = resolve({}, config)
     check_leaves_notebook_free(chosen)
-    setup = read_setup(get_ipython())
+    steps, lost = read_setup(get_ipython())
     request = LaunchRequest(
         function=function,
         args=args,
@@ -274,9 +274,9 @@ def launch_below(
         config=chosen,
         view=dashboard_in(find_kernel(), waits=False, slot=slot),
         sources=cell_sources(get_ipython()),
-        setup=setup.steps,
+        setup=steps,
         block=False,
-        notices=(*notices, *_unused({}, chosen), *setup.notices),
+        notices=(*notices, *_unused({}, chosen), *lost),
     )
     return launch(request)
 

@@ -282,7 +282,7 @@ class NotebookSession:
         )
         self.left_out[number] = "did not end well"
         block = not options.in_background
-        setup = read_setup(self._shell)
+        steps, lost = read_setup(self._shell)
         try:
             run = self._begin(
                 request,
@@ -291,8 +291,8 @@ class NotebookSession:
                     config=self.config,
                     view=choose_view("auto", waits=block, is_cell=block),
                     sources=[source, *cell_sources(self._shell)],
-                    setup=setup.steps,
-                    notices=setup.notices,
+                    setup=steps,
+                    notices=lost,
                     block=block,
                     asked=options.ranks,
                 ),

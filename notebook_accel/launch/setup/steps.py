@@ -13,19 +13,16 @@ import sys
 import types
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.pickling import CallPickler, load
 from notebook_accel.launch.system.after_import import change_module
-from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-_MAX_ERROR = 200
 # From a module to a value in it: names of attributes, and keys of dictionaries as tuples of one.
 Path = tuple["str | tuple[Any]", ...]
 
@@ -128,16 +125,6 @@ def assign(module: Any, path: Path, value: object) -> None:
 def call(module: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Call a function below a module (a step)."""
     value_at(module, path)(*args, **kwargs)
-
-
-def import_for_effect(name: str) -> None:
-    """Import a module that a cell imported by ``*``: its effect may be all that is wanted of it."""
-    try:
-        import_module(name)
-    except Exception as error:  # another machine may lack it, or have another version
-        sys.stderr.write(
-            f"`from {name} import *` failed here: {one_line(repr(error), _MAX_ERROR)}\n"
-        )
 
 
 def run_cell(code: str, source: cells.CellSource) -> None:

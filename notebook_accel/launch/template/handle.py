@@ -213,21 +213,20 @@ class Template:
         None if no report arrives within ``timeout`` seconds, or if the template itself is gone.
         """
         deadline = time.monotonic() + timeout
-        while pid not in self._exits:
+        while True:
             # Whoever holds the lock may wait for another answer, and notes the exits meanwhile.
             if self._lock.acquire(timeout=_POLL_SECONDS):
                 try:
                     for message, _ in self._channel.drain():
                         self._note(message)
                 except (EOFError, OSError, ProtocolError):
-                    break
+                    deadline = 0.0
                 finally:
                     self._lock.release()
             # Only after a look: an answer may already lie here unread, also with a timeout of 0.
             if pid in self._exits or time.monotonic() >= deadline:
-                break
+                return self._exits.get(pid)
             time.sleep(_POLL_SECONDS)
-        return self._exits.get(pid)
 
     def close(self) -> None:
         """Close the connection; the template process ends by itself once its agents have ended."""

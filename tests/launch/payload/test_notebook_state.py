@@ -25,7 +25,7 @@ from notebook_accel.notebook.cell_setup import read_setup
 
 def ask(function):
     config = LaunchConfig(num_processes=2, devices="cpu")
-    setup = read_setup(None).steps
+    setup, _ = read_setup(None)
     runs = [launch(LaunchRequest(function=function, config=config, setup=setup)) for _ in range(2)]
     logs = [run.logs(rank) for run in runs for rank in range(2)]
     return dict(ranks=[*runs[0], *runs[1]], here=function(), logs=logs)
