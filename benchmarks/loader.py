@@ -61,8 +61,8 @@ class _Launched:
     """A loader in a rank that our launcher started, where batches are counted."""
 
     def __init__(self, loader: Any) -> None:
-        from notebook_accel.launch.rank import LaunchedContext
-        from notebook_accel.launch.transport.scoreboard import Scoreboard
+        from notebook_accel.actions.scoreboard import Scoreboard
+        from notebook_accel.rank.this_rank import LaunchedContext
 
         self.loader = loader
         self.context = LaunchedContext(
@@ -76,14 +76,14 @@ class _Launched:
         )
 
     def __iter__(self) -> Any:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
-        before = rank.current()
-        rank.enter(self.context)
+        before = this_rank.current()
+        this_rank.enter(self.context)
         try:
             yield from self.loader  # measured with what this line costs
         finally:
-            rank.enter(before)
+            this_rank.enter(before)
 
 
 def read(loader: Any, count: int) -> float:

@@ -152,15 +152,15 @@ def steps() -> dict[str, Callable[[int], None]]:
 def measured() -> dict[str, Callable[[int], None]]:
     """A loop in a launched rank, whose steps are measured, and in any other process."""
     from notebook_accel import Accelerator
-    from notebook_accel.launch import rank
-    from notebook_accel.launch.transport.scoreboard import Scoreboard
+    from notebook_accel.actions.scoreboard import Scoreboard
+    from notebook_accel.rank import this_rank
     from notebook_accel.training.stepping.step_timer import StepTimer
 
     numbers = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
-    context = rank.LaunchedContext(
+    context = this_rank.LaunchedContext(
         run="", send=lambda _: None, board=Scoreboard(1), store_port=None, **numbers
     )
-    rank.enter(context)
+    this_rank.enter(context)
     block = reading_and_stepping(Accelerator(cpu=True))
     timer = context.shared[StepTimer]
 

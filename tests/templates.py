@@ -8,7 +8,7 @@ in a kernel, or in the tests' own process, before it starts its template.
 from __future__ import annotations
 
 from notebook_accel.launch.template import handle
-from notebook_accel.launch.wire import ImportItem
+from notebook_accel.wire import ImportItem
 
 __all__ = ["IMPORT_LITTLE", "import_little"]
 

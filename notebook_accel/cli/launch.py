@@ -28,7 +28,7 @@ from notebook_accel.cli.terminal import LABEL, ranks_in_terminal
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight
-from notebook_accel.launch.control.environment import (
+from notebook_accel.launch.environment import (
     ON_CPU,
     WITHOUT_DEVICES,
     num_threads_of,
@@ -37,8 +37,8 @@ from notebook_accel.launch.control.environment import (
 )
 from notebook_accel.launch.machine import machine_with
 from notebook_accel.launch.slurm import slurm_step
-from notebook_accel.launch.system.processes import kill_leftovers
-from notebook_accel.launch.wire import Devices
+from notebook_accel.system.processes import kill_leftovers
+from notebook_accel.wire import Devices
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from notebook_accel import wire
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
-from notebook_accel.launch import run_list, wire
+from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
@@ -43,14 +44,14 @@ from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.payload import Packed, Registry, unpack_exception
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.processes import import_path, is_readable
 from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.private.of_debugpy import without_debugger
+from notebook_accel.system.interrupts import held
+from notebook_accel.system.processes import import_path, is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

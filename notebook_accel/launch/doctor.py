@@ -23,9 +23,9 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
-from notebook_accel.launch.system.memory import free_in_container
-from notebook_accel.launch.system.open_files import files_needed, hard_limit
 from notebook_accel.launch.template.handle import imports_line
+from notebook_accel.system.memory import free_in_container
+from notebook_accel.system.open_files import files_needed, hard_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -26,18 +26,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from notebook_accel import wire
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch import wire
 from notebook_accel.launch.launcher import launch_packed
 from notebook_accel.launch.payload import pack_exception
 from notebook_accel.launch.run import call_of
-from notebook_accel.launch.system.open_files import raise_limit
-from notebook_accel.launch.system.processes import is_readable
 from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import unpack
+from notebook_accel.system.open_files import raise_limit
+from notebook_accel.system.processes import is_readable
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.call import Call

@@ -24,8 +24,6 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control.call import NewCall, RankCall
-from notebook_accel.launch.control.environment import rank_environment
-from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
@@ -33,18 +31,20 @@ from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, launch_detached
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.base import RankPlan
-from notebook_accel.launch.knobs import checked
+from notebook_accel.launch.environment import rank_environment
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.resuming import folder_to_resume, save_now
 from notebook_accel.launch.run import Run, call_of, raise_error
-from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.open_files import check_open_files, naming_what_is_short
+from notebook_accel.launch.scripts.export import script_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
+from notebook_accel.rank.knob_limits import checked
+from notebook_accel.system.interrupts import held
+from notebook_accel.system.open_files import check_open_files, naming_what_is_short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import ProcessState
     from notebook_accel.launch.engines.base import Engine
     from notebook_accel.launch.payload import PackedCall
-    from notebook_accel.launch.system.interrupts import Presses
-    from notebook_accel.launch.wire import KnobValue
+    from notebook_accel.system.interrupts import Presses
+    from notebook_accel.wire import KnobValue
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0

@@ -14,9 +14,9 @@ import psutil
 from notebook_accel import tpu
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.control.environment import num_cores, rank_environment
+from notebook_accel.launch.environment import num_cores, rank_environment
 from notebook_accel.launch.template.handle import ask_template
-from notebook_accel.launch.wire import Devices
+from notebook_accel.wire import Devices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import as_seconds, check_enough, too_old_torch
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.open_files import check_open_files, files_needed, hard_limit
+from notebook_accel.system import processes
+from notebook_accel.system.interrupts import held
+from notebook_accel.system.open_files import check_open_files, files_needed, hard_limit
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:

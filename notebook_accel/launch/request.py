@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.setup.steps import Step
-    from notebook_accel.launch.wire import KnobValue
+    from notebook_accel.wire import KnobValue
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from notebook_accel.actions.messages import Action
 from notebook_accel.config.checks import as_seconds
 from notebook_accel.errors import (
     ConfigError,
@@ -25,11 +26,10 @@ from notebook_accel.errors import (
     RunStopped,
     WorkerError,
 )
-from notebook_accel.launch.action_messages import Action
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import RESCUED, Progress
 from notebook_accel.launch.control.stored_results import StoredResults
-from notebook_accel.launch.knobs import checked
+from notebook_accel.rank.knob_limits import checked
 
 if TYPE_CHECKING:
     import os
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.state import Failure, RunState
-    from notebook_accel.launch.wire import KnobValue
+    from notebook_accel.wire import KnobValue
 
 # How long results are kept; two errors end with these words.
 _KEPT = (

@@ -1,6 +1,6 @@
 """What a person changes by the panel while a run trains: save now, pause and go on, its knobs.
 
-A click or a moved slider asks for an action and returns (launch/control/actions.py). A control
+A click or a moved slider asks for an action and returns (actions/common_actions.py). A control
 shows what was asked for until the ranks have taken or refused it, then the value that they have.
 """
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accel.launch.action_messages import Action
-from notebook_accel.launch.knobs import checked
+from notebook_accel.actions.messages import Action
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.markup import element, join, shorten
+from notebook_accel.rank.knob_limits import checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.wire import KnobMade
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.widgets import PanelWidgets
+    from notebook_accel.wire import KnobMade
 
 _SAVE_TOOLTIP = (
     "accelerator.should_save is True on all ranks at the same step; after resume_or_start the "

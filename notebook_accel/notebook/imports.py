@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.template import libraries
 from notebook_accel.launch.template.handle import follow
-from notebook_accel.launch.wire import ImportItem
+from notebook_accel.wire import ImportItem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

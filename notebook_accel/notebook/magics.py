@@ -25,10 +25,10 @@ from IPython.display import display
 from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.scripts.cell_script import script_of_cells
 from notebook_accel.launch.template.handle import imports_line, warm
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import debugger, session
-from notebook_accel.notebook.cell_script import script_of_cells
 from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose

@@ -24,7 +24,6 @@ from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import call_of, results_now
-from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.used_names import (
     PROVIDED,
@@ -53,6 +52,7 @@ from notebook_accel.notebook.worker.calls import (
     NamesCall,
     NamesOutcome,
 )
+from notebook_accel.system.processes import describe_exit
 
 if TYPE_CHECKING:
     import os

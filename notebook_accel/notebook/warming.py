@@ -19,9 +19,9 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.notebook.imports import follow_imports
+from notebook_accel.system import processes
 
 # What a request that was left unread waits at most. To look takes some 10 us.
 _LOOK_SECONDS = 0.1

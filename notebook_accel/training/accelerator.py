@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training import collectives
 from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.data.gathering import gather_for_metrics
@@ -88,13 +88,13 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.hooks import RemovableHandle
 
-    from notebook_accel.launch.wire import KnobValue
     from notebook_accel.training.checkpoint.start import Start
     from notebook_accel.training.collectives.data_group import DataGroup
     from notebook_accel.training.stepping.knobs import Knob
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
     from notebook_accel.training.tracking.base import GeneralTracker
+    from notebook_accel.wire import KnobValue
 
 _Item = TypeVar("_Item")
 _Handler = TypeVar("_Handler", bound=KwargsHandler)

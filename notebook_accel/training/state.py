@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import set_debugging
 from notebook_accel.training.collectives.debug_mode import is_debugging
 from notebook_accel.training.models.compiling import TorchDynamoPlugin

@@ -14,7 +14,7 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     notebook_launcher,
 )
-from notebook_accel.launch.control import environment
+from notebook_accel.launch import environment
 
 if TYPE_CHECKING:
     from pathlib import Path

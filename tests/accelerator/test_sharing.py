@@ -8,7 +8,7 @@ import time
 import pytest
 
 from notebook_accel import Accelerator, ConfigError, notebook_launcher, sweep
-from notebook_accel.launch.control import environment
+from notebook_accel.launch import environment
 from tests.waiting import eventually
 
 SOON = 60.0

@@ -17,7 +17,7 @@ from notebook_accel import LaunchError, NotebookAccelError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.view import View
-from notebook_accel.launch.wire import ImportItem
+from notebook_accel.wire import ImportItem
 from tests.launches import launch
 
 __all__ = ["KINDS", "count_files", "end", "follow", "start", "stop", "work"]
@@ -35,11 +35,11 @@ if _imported := os.environ.get("CHAOS_IMPORTS"):
 
 
 def _loop(_: Any) -> None:
-    from notebook_accel.launch import rank
+    from notebook_accel.rank import this_rank
 
     step = 0
     while True:
-        rank.current().metric({"step": step}, step)
+        this_rank.current().metric({"step": step}, step)
         print("step", step)
         time.sleep(0.005)
         step += 1

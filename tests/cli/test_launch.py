@@ -19,7 +19,7 @@ from notebook_accel.cli.launch import launch_parser
 from notebook_accel.cli.options import resolve_options, spellings, typed_settings
 from notebook_accel.config import LaunchConfig, settings_of
 from notebook_accel.config.plugins import PLUGINS
-from notebook_accel.launch.system.processes import lives
+from notebook_accel.system.processes import lives
 from tests.cli.commands import ROOT, SCRIPT, losses, notebook_accel, run
 from tests.engines.contract import BUSY
 from tests.ports import free_port

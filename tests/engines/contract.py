@@ -17,19 +17,19 @@ import msgspec
 import psutil
 import pytest
 
-from notebook_accel import LaunchError, RunStopped, WorkerError
+from notebook_accel import LaunchError, RunStopped, WorkerError, wire
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import launcher, wire
+from notebook_accel.launch import launcher
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.rank import current
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
+from notebook_accel.rank.this_rank import current
 from tests.engines.processes import below, gone, of_launches
 from tests.launches import call, launch, without_gloo
 from tests.templates import IMPORT_LITTLE
@@ -285,7 +285,7 @@ class EngineContract:
             from tqdm.auto import trange
             from tqdm.notebook import tqdm as notebook_bar
 
-            from notebook_accel.launch import rank
+            from notebook_accel.rank import this_rank
 
             for _ in tqdm(range(3), desc="plain"):
                 pass
@@ -296,7 +296,7 @@ class EngineContract:
             with tqdm(total=10, desc="manual") as bar:
                 bar.update(7)
             for step in range(3):
-                rank.current().metric({"loss": 1.0 / (step + 1)}, step)
+                this_rank.current().metric({"loss": 1.0 / (step + 1)}, step)
 
         run = self.launch(train)
         bars = [(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress]
@@ -412,9 +412,10 @@ class EngineContract:
 
     def test_a_rank_speaks_for_itself_alone(self) -> None:
         def train() -> str:
-            from notebook_accel.launch import rank, wire
+            from notebook_accel import wire
+            from notebook_accel.rank import this_rank
 
-            context: Any = rank.current()
+            context: Any = this_rank.current()
             own = {"run": context.run, "call": context.call, "process": os.getpid()}
             if context.rank == 1:
                 packet = wire.Packet(sizes=(6,), inline=(b"forged",))
@@ -633,12 +634,12 @@ class EngineContract:
 
     def test_should_stop_is_true_at_the_same_step(self) -> None:
         def train() -> int:
-            from notebook_accel.launch import rank
+            from notebook_accel.rank import this_rank
 
             step = 0
-            while not rank.current().should_stop():
+            while not this_rank.current().should_stop():
                 _meet()
-                rank.current().count_step()
+                this_rank.current().count_step()
                 step += 1
             return step
 
@@ -652,12 +653,12 @@ class EngineContract:
 
     def test_a_function_that_never_asks_leaves_at_the_same_batch(self) -> None:
         def train(folder: str) -> None:
-            from notebook_accel.launch import rank
+            from notebook_accel.rank import this_rank
 
             step = 0
             try:
                 while True:
-                    rank.current().count_batch()
+                    this_rank.current().count_batch()
                     _meet()
                     step += 1
             finally:
@@ -1044,10 +1045,10 @@ class EngineContract:
 
     def test_a_stop_ends_the_call_and_keeps_the_session(self, session: Session) -> None:
         def loop() -> int:
-            from notebook_accel.launch import rank
+            from notebook_accel.rank import this_rank
 
-            while not rank.current().should_stop():
-                rank.current().count_step()
+            while not this_rank.current().should_stop():
+                this_rank.current().count_step()
                 time.sleep(0.001)
             return os.getpid()
 
@@ -1286,7 +1287,7 @@ _KERNEL = """
 import ctypes, dataclasses, os, pathlib, subprocess, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import Session, launch
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.view import View
 {prelude}

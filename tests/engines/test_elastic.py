@@ -20,9 +20,8 @@ import psutil
 import pytest
 import torch
 
-from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError
+from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError, wire
 from notebook_accel.config.engines import ENGINES
-from notebook_accel.launch import wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.engines import machines
 from notebook_accel.launch.engines.elastic import join
@@ -81,7 +80,7 @@ class TestElastic(EngineContract):
             import torch
             import torch.distributed as dist
 
-            from notebook_accel.launch import rank
+            from notebook_accel.rank import this_rank
 
             _join_group()
             me, step = dist.get_rank(), 0
@@ -90,14 +89,14 @@ class TestElastic(EngineContract):
                 # Ranks come one after the other: a stop finds some that passed, some that did not.
                 time.sleep(0.005 * me)
                 if reads:
-                    return not rank.current().should_stop()
-                rank.current().count_batch()
+                    return not this_rank.current().should_stop()
+                this_rank.current().count_batch()
                 return True
 
             try:
                 while count():
                     dist.all_reduce(torch.ones(1))
-                    rank.current().count_step()
+                    this_rank.current().count_step()
                     step += 1
             finally:
                 Path(folder, f"{me}-{time.time_ns()}").write_text(str(step))
@@ -432,12 +431,12 @@ def test_an_agent_that_is_killed_leaves_no_file(other: OtherMachine, files_of_ot
 
 def test_a_stop_ends_both_sides(other: OtherMachine) -> None:
     def train() -> int:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
-        while not rank.current().should_stop():
-            rank.current().count_step()
+        while not this_rank.current().should_stop():
+            this_rank.current().count_step()
             time.sleep(0.001)
-        return rank.current().rank
+        return this_rank.current().rank
 
     run = on_two(train, other=other, block=False)
     # A rank that has counted nothing yet gets one second: on a busy machine it may come later.
@@ -450,12 +449,12 @@ def test_a_stop_ends_both_sides(other: OtherMachine) -> None:
 
 def test_a_machine_whose_process_is_held_up_is_not_lost(other: OtherMachine) -> None:
     def train() -> int:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
-        while not rank.current().should_stop():
-            rank.current().count_step()
+        while not this_rank.current().should_stop():
+            this_rank.current().count_step()
             time.sleep(0.001)
-        return rank.current().rank
+        return this_rank.current().rank
 
     run = on_two(train, other=other, block=False)
     eventually(lambda: run.status == "running", within=BUSY, what="it runs")

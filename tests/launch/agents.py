@@ -12,13 +12,14 @@ from uuid import uuid4
 
 import psutil
 
-from notebook_accel.launch import payload, wire
+from notebook_accel import wire
+from notebook_accel.launch import payload
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.engines.base import RankPlan
-from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect, new_secret
 from notebook_accel.launch.transport.segment import pack
+from notebook_accel.system import processes
 from tests.engines.processes import below
 from tests.waiting import eventually
 

@@ -20,9 +20,9 @@ from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.control.stored_results import StoredResults
-from notebook_accel.launch.system.own_files import open_log
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
+from notebook_accel.system.own_files import open_log
 from tests.engines.processes import below
 from tests.launches import launch
 from tests.waiting import eventually
@@ -98,10 +98,10 @@ def taken(port: int) -> list[str]:
 
 def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Path) -> None:
     def train(folder: str) -> int:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
         print("a secret of mine", flush=True)
-        rank.current().metric({"loss": 1.0}, 0)
+        this_rank.current().metric({"loss": 1.0}, 0)
         # Under its name once it is written, for the reader waits for the name.
         with open(f"{folder}/new{os.environ['RANK']}", "w") as file:
             file.write(os.environ["MASTER_PORT"])

@@ -190,10 +190,10 @@ class Slow(View):
 
 def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind() -> None:
     def train(number: int) -> int:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
         for step in range(number):
-            rank.current().metric({"loss": 1.0}, step)
+            this_rank.current().metric({"loss": 1.0}, step)
         return 7
 
     for number in (4400, 4600):
@@ -439,15 +439,15 @@ def test_a_value_that_exits_ends_nobody() -> None:
 
 def test_a_function_that_reads_is_not_interrupted_in_a_long_step() -> None:
     def train() -> str:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
-        rank.current().should_stop()
+        this_rank.current().should_stop()
         print("reading", flush=True)
         try:
             time.sleep(1.4)  # without progress a rank that does not read is interrupted after 1 s
         except KeyboardInterrupt:
             return "interrupted"
-        return "asked" if rank.current().should_stop() else "not asked"
+        return "asked" if this_rank.current().should_stop() else "not asked"
 
     run = on_cpu(train, block=False)
     eventually(lambda: run.logs().count("reading") == 2, within=SOON, what="both read")
@@ -457,9 +457,9 @@ def test_a_function_that_reads_is_not_interrupted_in_a_long_step() -> None:
 
 
 def train_in_long_steps(folder: str, seconds: float) -> None:
-    from notebook_accel.launch import rank
+    from notebook_accel.rank import this_rank
 
-    context = rank.current()
+    context = this_rank.current()
     path = Path(folder, str(context.rank))
     try:
         while True:
@@ -692,10 +692,10 @@ def test_a_launch_that_raised_is_in_the_list_with_its_results() -> None:
 
 def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> None:
     def train() -> None:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
         print("still here")
-        rank.current().metric({"loss": 1.0}, 0)
+        this_rank.current().metric({"loss": 1.0}, 0)
 
     root = tmp_path / "runs"
     at_open: list[int] = []
@@ -745,10 +745,10 @@ from notebook_accel.launch.request import LaunchRequest
 def train(how):
     from notebook_accel.launch import rank
     print("from an earlier kernel", flush=True)
-    rank.current().metric({"loss": float("nan")}, 3)
+    this_rank.current().metric({"loss": float("nan")}, 3)
     if how == "fails":
         raise ValueError("as it was then")
-    if how == "is killed" and rank.current().rank == 1:
+    if how == "is killed" and this_rank.current().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "is killed":
         time.sleep(0.05)
@@ -894,10 +894,10 @@ def test_copies_that_ran_on_their_own_are_named() -> None:
 
 def test_notices_are_shown_once_whoever_says_them() -> None:
     def train() -> None:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
         for _ in range(2):
-            rank.current().notice("mind the step")
+            this_rank.current().notice("mind the step")
 
     notices = on_cpu(train, notices=["known before"]).state.notices
     assert notices[:2] == ("known before", "mind the step")

@@ -27,8 +27,8 @@ from notebook_accel.launch.preflight import (
     check_wait,
     crowding,
 )
-from notebook_accel.launch.system import processes
 from notebook_accel.launch.view import View
+from notebook_accel.system import processes
 from tests.launches import launch
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch import run_list, wire
+from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.state import Failure, RunState, apply, starting
 
 if TYPE_CHECKING:

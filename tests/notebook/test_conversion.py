@@ -16,7 +16,7 @@ from nbconvert import HTMLExporter, MarkdownExporter
 from nbconvert.preprocessors.sanitize import SanitizeHTML
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
 from tests.notebook.states import after, logged, metrics, running, with_failed
 from tests.notebook.test_markup import Tags

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.notebook import dashboard, display_slot, live_panel
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
 from notebook_accel.notebook.dashboard import Dashboard

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 from markupsafe import Markup
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.log_view import LogView

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.notebook.log_view import LogWindow
 from notebook_accel.notebook.markup import message_bytes

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.hang import Hang
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.panel import (

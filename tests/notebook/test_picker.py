@@ -20,11 +20,11 @@ from notebook_accel.config import default_config_path, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.launch.run import Run, call_of
-from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.picker import as_code, as_yaml, devices_line
+from notebook_accel.system.interrupts import Latch
 from tests.notebook.widgets import classes, field, inside
 from tests.waiting import eventually
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.notebook import rank_displays
 from notebook_accel.notebook.rank_displays import (
     RankDisplays,

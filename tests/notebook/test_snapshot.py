@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.state import RESCUED, Failure
 from notebook_accel.launch.control.verdict import judge

@@ -31,7 +31,7 @@ import pytest
 
 from notebook_accel import training
 from notebook_accel.config.checks import too_old_torch
-from notebook_accel.launch.system.processes import die_with_parent
+from notebook_accel.system.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import notebook_accel
-from notebook_accel.launch import rank
+from notebook_accel.rank import this_rank
 
 __all__ = ["Told", "be", "forget_states", "fresh_rank"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Told(rank.RankContext):
+class Told(this_rank.RankContext):
     """A launched rank whose reports are lists."""
 
     launched = True
@@ -42,13 +42,13 @@ def forget_states(library: Any = notebook_accel, *, forgets_ranks: bool = True) 
     library.state.GradientState._reset_state()
 
 
-def be(context: rank.RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_process_context", context)
-    monkeypatch.setattr(rank, "_context", ContextVar("fresh", default=None))
+def be(context: this_rank.RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_rank, "_process_context", context)
+    monkeypatch.setattr(this_rank, "_context", ContextVar("fresh", default=None))
 
 
 @pytest.fixture(autouse=True)
 def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    be(rank.RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1), monkeypatch)
+    be(this_rank.RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1), monkeypatch)

@@ -14,7 +14,7 @@ import torch
 from accelerate.logging import get_logger as peer_get_logger
 
 import notebook_accel
-from notebook_accel.launch import rank
+from notebook_accel.rank import this_rank
 from tests.training.harness import run_ranks
 from tests.training.single import be, fresh_rank  # noqa: F401
 
@@ -122,7 +122,7 @@ def test_loaders_of_one_length_have_orders_of_their_own() -> None:
 def logger_of(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> MultiProcessAdapter:
     from notebook_accel.logging import get_logger
 
-    context = rank.RankContext(rank=index, local_rank=index, world_size=2, local_world_size=2)
+    context = this_rank.RankContext(rank=index, local_rank=index, world_size=2, local_world_size=2)
     be(context, monkeypatch)
     return get_logger(name, "INFO")
 

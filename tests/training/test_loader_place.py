@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError, RunStopped
-from notebook_accel.launch import rank as ranks
+from notebook_accel.rank import this_rank as ranks
 from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.processes.seeding import set_seed
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin

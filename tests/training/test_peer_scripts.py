@@ -31,8 +31,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import notebook_accel
-from notebook_accel.launch.rank import current
 from notebook_accel.notebook.launcher import debug_launcher
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.state import AcceleratorState, PartialState
 from tests.public import DOORS
 from tests.training.harness import run_ranks

@@ -84,7 +84,7 @@ def test_so_it_is_in_ranks_of_ours(tmp_path: Path, make: Callable[[], None]) -> 
 
 
 def ports_of_the_run() -> list[int]:
-    from notebook_accel.launch.rank import current
+    from notebook_accel.rank.this_rank import current
 
     store = current().store_port
     assert store

@@ -15,9 +15,9 @@ import torch
 
 from notebook_accel import RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.rank import current
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
+from notebook_accel.rank.this_rank import current
 from tests.engines.contract import _interrupts_when
 from tests.engines.processes import gone
 from tests.launches import launch

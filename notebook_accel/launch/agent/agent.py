@@ -34,19 +34,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.multiprocessing as mp
 
-from notebook_accel.launch import wire
-from notebook_accel.launch.action_messages import Act, ActAt, Action, GoOn, Hold, PointReached
-from notebook_accel.launch.agent.acting import Acting
-from notebook_accel.launch.agent.ending import STAGES, Ending, Stage, StepClock
+from notebook_accel import wire
+from notebook_accel.actions.acting import Acting
+from notebook_accel.actions.ending import STAGES, Ending, Stage, StepClock
+from notebook_accel.actions.messages import Act, ActAt, Action, GoOn, Hold, PointReached
+from notebook_accel.actions.scoreboard import STOP, Scoreboard
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess, Shared
-from notebook_accel.launch.system import open_files, processes, scratch
-from notebook_accel.launch.system.memory import free_memory
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.scoreboard import STOP, Scoreboard
 from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
+from notebook_accel.system import open_files, processes, scratch
+from notebook_accel.system.memory import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
 
 # Between two readings. Processor use is a mean over this time; over a shorter one the values would
 # jump, since the system counts in ticks of 10 ms.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
 
 _LOOPBACK = "127.0.0.1"
 

@@ -14,20 +14,20 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
-from notebook_accel.launch.system import processes
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
+from notebook_accel.system import processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from notebook_accel.actions.scoreboard import Scoreboard
     from notebook_accel.launch.agent.logs import RankLogs
     from notebook_accel.launch.agent.ports import RunPorts
-    from notebook_accel.launch.transport.scoreboard import Scoreboard
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.

@@ -27,15 +27,15 @@ import torch.multiprocessing as mp
 from notebook_accel import tpu
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.agent.rank_process import RankProcess
-from notebook_accel.launch.system.processes import is_readable
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
 from notebook_accel.launch.worker.output import redirect
 from notebook_accel.launch.worker.threads import Host
+from notebook_accel.system.processes import is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
     from notebook_accel.launch.agent.rank_process import Shared
 
 # pid and exit code of a process of ranks, negative for a signal.

@@ -16,7 +16,7 @@ from notebook_accel.launch.text.wording import rank_list
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
     from notebook_accel.launch.transport.channel import Channel
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
 
 
 @dataclass(frozen=True, kw_only=True)

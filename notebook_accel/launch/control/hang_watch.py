@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.collectives import differences, waits
 from notebook_accel.launch.control.hang import (
     at_waits,

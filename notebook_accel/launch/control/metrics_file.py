@@ -16,13 +16,13 @@ import msgspec
 
 from notebook_accel.config.file import not_too_large
 from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
-from notebook_accel.launch.system.own_files import own_file
+from notebook_accel.system.own_files import own_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
 
 # A sample of a long file is made of so many stretches, from all over it.
 _STRETCHES = 200

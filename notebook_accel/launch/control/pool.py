@@ -27,22 +27,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from notebook_accel import wire
+from notebook_accel.actions.common_actions import CommonActions
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch import wire
-from notebook_accel.launch.control.actions import CommonActions
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
 from notebook_accel.launch.control.several_agents import MessagesForOthers
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
-from notebook_accel.launch.system.interrupts import Latch, held
-from notebook_accel.launch.system.own_files import open_log
-from notebook_accel.launch.system.processes import describe_exit, is_readable
 from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.system.interrupts import Latch, held
+from notebook_accel.system.own_files import open_log
+from notebook_accel.system.processes import describe_exit, is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from notebook_accel.launch.action_messages import Action
+    from notebook_accel.actions.messages import Action
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.control.state import RunState
 

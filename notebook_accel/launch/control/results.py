@@ -17,7 +17,7 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.transport.segment import unpack
 
 if TYPE_CHECKING:
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
 
 
 class Results:

@@ -38,9 +38,10 @@ import platformdirs
 
 from notebook_accel.errors import LaunchError, NotebookAccelError
 from notebook_accel.launch.control.state import RunState
-from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.open_files import TOO_MANY_FILES, too_many_files
-from notebook_accel.launch.system.own_files import (
+from notebook_accel.launch.text.terminal_text import as_shown
+from notebook_accel.system.interrupts import held
+from notebook_accel.system.open_files import TOO_MANY_FILES, too_many_files
+from notebook_accel.system.own_files import (
     FULL_DISK,
     log_path,
     make_folder,
@@ -48,7 +49,6 @@ from notebook_accel.launch.system.own_files import (
     open_to_read,
     own_file,
 )
-from notebook_accel.launch.text.terminal_text import as_shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

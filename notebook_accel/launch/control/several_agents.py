@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

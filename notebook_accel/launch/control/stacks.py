@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.payload.cells import name_cells
-from notebook_accel.launch.wire import Frame
+from notebook_accel.wire import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

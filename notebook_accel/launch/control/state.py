@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial, singledispatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.hang import Hang  # noqa: TC001 (msgspec reads the annotation)
 from notebook_accel.launch.text.terminal_text import Tail, append_output
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_folder import lost_files_notice
-from notebook_accel.launch.system.own_files import own_file
 from notebook_accel.launch.transport.segment import unpack
+from notebook_accel.system.own_files import own_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
 
 
 class StoredResults(Results):

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.hang import place_of_wait
 from notebook_accel.launch.control.state import Failure
-from notebook_accel.launch.system.processes import describe_exit, signal_name
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.text.wording import rank_list
+from notebook_accel.system.processes import describe_exit, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

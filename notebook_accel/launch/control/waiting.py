@@ -17,7 +17,7 @@ from notebook_accel.launch.control.state import ProcessState
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
     from notebook_accel.launch.control.call import RankCall
 
 

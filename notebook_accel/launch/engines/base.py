@@ -26,8 +26,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from notebook_accel import wire
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -27,14 +27,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
+from notebook_accel import wire
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch import wire
-from notebook_accel.launch.control.environment import (
-    num_cores,
-    num_threads_of,
-)
 from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent, tcp_pair
 from notebook_accel.launch.engines.machines import (
@@ -45,9 +41,11 @@ from notebook_accel.launch.engines.machines import (
     own_addresses,
     torchelastic_variables,
 )
+from notebook_accel.launch.environment import (
+    num_cores,
+    num_threads_of,
+)
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
-from notebook_accel.launch.system.kept_environment import kept_environment
-from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.machine_link import (
     MachineLink,
@@ -55,6 +53,8 @@ from notebook_accel.launch.transport.machine_link import (
     await_from_thread,
     open_link,
 )
+from notebook_accel.system.kept_environment import kept_environment
+from notebook_accel.system.processes import import_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

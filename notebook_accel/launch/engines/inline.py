@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import Failure, apply
@@ -20,9 +20,9 @@ from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.payload.cells import name_cells
 from notebook_accel.launch.payload.notebook_state import apply_generators, capture
-from notebook_accel.launch.system.interrupts import let_through
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
+from notebook_accel.system.interrupts import let_through
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,32 +22,31 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from notebook_accel import tpu
+from notebook_accel import tpu, wire
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.call import RankCall
-from notebook_accel.launch.control.environment import (
+from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.waiting import WaitingPool
+from notebook_accel.launch.engines.base import Engine, RankPlan
+from notebook_accel.launch.environment import (
     ON_CPU,
     WITHOUT_DEVICES,
     num_threads_of,
     rank_environment,
     variables_of_choice,
 )
-from notebook_accel.launch.control.pool import RankPool
-from notebook_accel.launch.control.waiting import WaitingPool
-from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload.notebook_state import capture
-from notebook_accel.launch.system import processes, scratch
-from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import View
+from notebook_accel.system import processes, scratch
+from notebook_accel.system.interrupts import held
+from notebook_accel.system.processes import import_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

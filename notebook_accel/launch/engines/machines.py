@@ -26,19 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from notebook_accel import wire
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
-from notebook_accel.launch.control.environment import (
+from notebook_accel.launch.engines.local import AgentEngine, abandon, may_have_libraries
+from notebook_accel.launch.environment import (
     INTERFACES,
     ON_CPU,
     WITHOUT_DEVICES,
     num_threads_of,
     rank_environment,
 )
-from notebook_accel.launch.engines.local import AgentEngine, abandon, may_have_libraries
-from notebook_accel.launch.system.kept_environment import kept_environment
-from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport.frames import FramedChannel
@@ -51,6 +49,8 @@ from notebook_accel.launch.transport.machine_link import (
     in_background,
     server_context,
 )
+from notebook_accel.system.kept_environment import kept_environment
+from notebook_accel.system.processes import import_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -70,7 +70,7 @@ _REMEDIES = {
     "multiprocessing.queues": _SHARED,
     "multiprocessing.sharedctypes": _SHARED,
     "multiprocessing.synchronize": _SHARED,
-    "notebook_accel.launch.rank.RankContext": _INSIDE,
+    "notebook_accel.rank.this_rank.RankContext": _INSIDE,
     "notebook_accel.launch.run.Run": "take what you need of it (`run[0]`) and send that",
     "torch.distributed.distributed_c10d.ProcessGroup": _GROUP,
     "torch.distributed.distributed_c10d.Store": _GROUP,

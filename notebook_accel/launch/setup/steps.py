@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.pickling import CallPickler, load
-from notebook_accel.launch.system.after_import import change_module
+from notebook_accel.system.after_import import change_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

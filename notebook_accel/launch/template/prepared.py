@@ -39,12 +39,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from notebook_accel.launch import wire
-from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.memory import free_memory
+from notebook_accel import wire
 from notebook_accel.launch.template.forking import fork, run_agent
 from notebook_accel.launch.template.libraries import file_of, is_library_file
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.system import processes
+from notebook_accel.system.memory import free_memory
 
 if TYPE_CHECKING:
     import selectors

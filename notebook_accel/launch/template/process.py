@@ -27,12 +27,11 @@ from importlib import import_module
 
 import msgspec
 
-from notebook_accel import tpu
-from notebook_accel.launch import wire
-from notebook_accel.launch.system import open_files, processes, scratch
+from notebook_accel import tpu, wire
 from notebook_accel.launch.template.forking import end_everything, fork, run_agent
 from notebook_accel.launch.template.prepared import Preparer, reap
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.system import open_files, processes, scratch
 
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Union
 
 import msgspec
 
+from notebook_accel import wire
+from notebook_accel.actions import messages as action_messages
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch import action_messages, wire
 from notebook_accel.launch.text.terminal_text import escaped
 
 if TYPE_CHECKING:

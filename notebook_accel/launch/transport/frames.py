@@ -48,10 +48,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wire
-from notebook_accel.launch.system.processes import is_readable
+from notebook_accel import wire
 from notebook_accel.launch.transport import segment
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.system.processes import is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,8 +21,8 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from notebook_accel import wire
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch import wire
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.frames import FramedChannel
 

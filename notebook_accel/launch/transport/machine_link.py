@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from notebook_accel import wire
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch import wire
-from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.transport.channel import decode, encode
+from notebook_accel.system.interrupts import held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -22,7 +22,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.payload import Packed
 
 if TYPE_CHECKING:

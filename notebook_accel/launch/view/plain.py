@@ -12,13 +12,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel.launch.system.token_bucket import TokenBucket
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import Throughput, name_of, progress_lines
 from notebook_accel.launch.view.steps import step_lines
 from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
+from notebook_accel.system.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,9 +16,9 @@ from typing import Any
 
 from tqdm.std import tqdm
 
-from notebook_accel.launch import rank
-from notebook_accel.launch.system.after_import import change_module
-from notebook_accel.launch.system.token_bucket import TokenBucket
+from notebook_accel.rank import this_rank
+from notebook_accel.system.after_import import change_module
+from notebook_accel.system.token_bucket import TokenBucket
 
 _numbers = itertools.count(1)
 # set_postfix draws at every step: more than this of one bar nobody could read.
@@ -78,7 +78,7 @@ def _report(bar: Any, *, closed: bool) -> None:
     if not reports.limit.try_take() and not closed:
         return
     shown: dict[str, Any] = bar.format_dict
-    rank.current().bar(
+    this_rank.current().bar(
         bar=reports.number,
         name=str(shown.get("prefix") or "").rstrip(": "),
         n=_finite(shown["n"]) or 0.0,

@@ -12,9 +12,9 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import wire
-from notebook_accel.launch.rank import has_process_group
+from notebook_accel import wire
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import has_process_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,9 +21,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from notebook_accel.launch import rank, wire
-from notebook_accel.launch.system.after_import import change_module
-from notebook_accel.launch.system.token_bucket import TokenBucket
+from notebook_accel import wire
+from notebook_accel.rank import this_rank
+from notebook_accel.system.after_import import change_module
+from notebook_accel.system.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -160,9 +161,9 @@ class _Outbox:
         """
         text = str(data.get("text/plain", ""))
         size = _size(data)
-        context = rank.current()
+        context = this_rank.current()
         is_printed = set(data) == {"text/plain"} and not display_id
-        if is_printed or not isinstance(context, rank.LaunchedContext):
+        if is_printed or not isinstance(context, this_rank.LaunchedContext):
             sys.stdout.write(f"{text}\n")
         elif not context.is_own_process:  # a child that was forked: it does not speak for the rank
             sys.stdout.write(f"{text} (not shown: a child process of the rank displayed it)\n")
@@ -196,15 +197,15 @@ class _Outbox:
             return True
 
     def _send_new(
-        self, context: rank.LaunchedContext, data: dict[str, str], display_id: str, **how: bool
+        self, context: this_rank.LaunchedContext, data: dict[str, str], display_id: str, **how: bool
     ) -> None:
         self._sent.add(display_id)
         self._has_shown = True
         context.report(wire.Displayed, data=data, display_id=display_id, **how)
 
     def clear(self, *, wait: bool) -> None:
-        context = rank.current()
-        if not isinstance(context, rank.LaunchedContext) or not context.is_own_process:
+        context = this_rank.current()
+        if not isinstance(context, this_rank.LaunchedContext) or not context.is_own_process:
             return
         with self._lock:
             self._clears_next = self._has_shown or bool(self._after_clear)
@@ -230,8 +231,8 @@ class _Outbox:
 
         Of several updates of one display, only the newest is sent.
         """
-        context = rank.current()
-        if not isinstance(context, rank.LaunchedContext) or not context.is_own_process:
+        context = this_rank.current()
+        if not isinstance(context, this_rank.LaunchedContext) or not context.is_own_process:
             return
         with self._lock:
             new, self._after_clear = self._after_clear or [], None

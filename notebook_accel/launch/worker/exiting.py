@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from notebook_accel.launch.system import processes
 from notebook_accel.private import of_python
+from notebook_accel.system import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

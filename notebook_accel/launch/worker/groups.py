@@ -24,8 +24,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import rank
 from notebook_accel.private import of_torch
+from notebook_accel.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def close_group() -> None:
 
     Does nothing while a thread still aborts the group (:func:`disconnect`).
     """
-    if rank.has_process_group() and not (_aborting and _aborting.is_alive()):
+    if this_rank.has_process_group() and not (_aborting and _aborting.is_alive()):
         with contextlib.suppress(Exception):  # the call has ended: nothing depends on it
             sys.modules["torch.distributed"].destroy_process_group()
 
@@ -195,7 +195,7 @@ def disconnect() -> None:
     may open no more descriptors, the connections stay open, and the agent has to interrupt the
     ranks that wait for this rank.
     """
-    reserved, port = rank.current().store_port, os.environ.get("MASTER_PORT", "")
+    reserved, port = this_rank.current().store_port, os.environ.get("MASTER_PORT", "")
     # The user's code may have made anything of the variable.
     store_ports = {int(port) if port.isdecimal() else 0, reserved.port if reserved else 0}
     with contextlib.suppress(OSError):

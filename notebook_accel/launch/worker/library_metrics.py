@@ -19,8 +19,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import rank
-from notebook_accel.launch.system.after_import import change_module
+from notebook_accel.rank import this_rank
+from notebook_accel.system.after_import import change_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ def install() -> None:
 
 def _report(values: Mapping[str, Any], step: int | None) -> None:
     """Report the numbers among ``values``, but for what has just been reported for this step."""
-    newest: dict[str, Any] = rank.current().shared.setdefault(_NEWEST, {})
+    newest: dict[str, Any] = this_rank.current().shared.setdefault(_NEWEST, {})
     numbers = {}
     for name, value in values.items():
         if not isinstance(value, str):
@@ -49,7 +49,7 @@ def _report(values: Mapping[str, Any], step: int | None) -> None:
     new = {name: one for name, one in numbers.items() if newest.get(name) != (step, str(one))}
     newest.update({name: (step, str(one)) for name, one in new.items() if step is not None})
     if new:
-        rank.current().metric(new, step)
+        this_rank.current().metric(new, step)
 
 
 def _follow_transformers(trainer: Any) -> None:
@@ -118,7 +118,7 @@ def _follow_summary_writer(module: Any) -> None:
 
 def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
     """Return the callbacks that Lightning's Trainer adds by itself; none outside of our ranks."""
-    if not (rank.has_context() and rank.current().launched):
+    if not (this_rank.has_context() and this_rank.current().launched):
         return []
     lightning: Any = sys.modules[package]
 

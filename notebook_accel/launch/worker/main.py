@@ -34,19 +34,16 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel import tpu
+from notebook_accel import tpu, wire
+from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.errors import LaunchError, RunStopped
-from notebook_accel.launch import payload, rank, wire
+from notebook_accel.launch import payload
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.notebook_state import apply_notebook_state
 from notebook_accel.launch.setup.steps import take_over
-from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.memory import free_memory
-from notebook_accel.launch.system.own_files import FULL_DISK
 from notebook_accel.launch.template.libraries import OF_TEMPLATE, is_library, modules_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import ProtocolError
-from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.transport.segment import pack, unpack
 from notebook_accel.launch.worker import (
     bars,
@@ -63,6 +60,10 @@ from notebook_accel.launch.worker import (
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
 from notebook_accel.private import of_python
+from notebook_accel.rank import this_rank
+from notebook_accel.system import processes
+from notebook_accel.system.memory import free_memory
+from notebook_accel.system.own_files import FULL_DISK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -156,7 +157,7 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
     faulthandler.enable(file=inherited.stacks, all_threads=False)
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
     code = worker.serve()
-    exiting.finish(code, rank.current().notice)
+    exiting.finish(code, this_rank.current().notice)
     sys.exit(code)
 
 
@@ -169,7 +170,7 @@ class Worker:
         self._channel = inherited.channel
         self.interrupts = interrupts
         self._sender = Sender(inherited.channel, interrupts)
-        self.context = rank.LaunchedContext(
+        self.context = this_rank.LaunchedContext(
             rank=inherited.spec.rank,
             local_rank=inherited.spec.local_rank,
             world_size=launch.world_size,
@@ -217,7 +218,7 @@ class Worker:
         return code
 
     def _enter(self) -> None:
-        rank.enter(self.context)
+        this_rank.enter(self.context)
 
     def _where(self) -> dict[str, int]:
         """Return the fields of ``RankReady`` that tell the agent in which process the rank runs."""
@@ -375,7 +376,7 @@ class Worker:
             interrupts.end_call()
             _end_forked_child(context, error)
             if message.keeps_error:
-                context.kept_error = rank.KeptError(error)
+                context.kept_error = this_rank.KeptError(error)
             return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
 
     def _take_over(self, steps: Sequence[Step]) -> None:
@@ -391,7 +392,7 @@ class Worker:
         torch_fixes.meet_at_one_store(message.master_port)
         self.context.begin_call(
             message.call,
-            has_group=rank.has_process_group(),
+            has_group=this_rank.has_process_group(),
             grace=message.grace,
             resume=message.resume,
             knobs=message.knobs,
@@ -499,15 +500,15 @@ def enter_notebook(launch: wire.Launch) -> None:
         apply_notebook_state(pickle.loads(launch.notebook))
 
 
-def _store_port(inherited: Inherited) -> rank.StorePort | None:
+def _store_port(inherited: Inherited) -> this_rank.StorePort | None:
     bound = inherited.store_socket
     if bound is None:
         return None
     host, port = bound.getsockname()
     if inherited.spec.rank == 0:
-        return rank.StorePort(host, port, bound)
+        return this_rank.StorePort(host, port, bound)
     bound.close()
-    return rank.StorePort(host, port, None)
+    return this_rank.StorePort(host, port, None)
 
 
 # ---- one call ------------------------------------------------------------------------------
@@ -528,14 +529,16 @@ class Outcome:
     sent: Mapping[int, Any] | None = None
 
 
-def _finish(context: rank.LaunchedContext) -> None:
+def _finish(context: this_rank.LaunchedContext) -> None:
     """Call the functions deferred to the end of the call, such as the wait for a checkpoint."""
     # A copy: each of them takes itself out.
     for finish in tuple(context.before_return.values()):
         finish()
 
 
-def _end_forked_child(context: rank.LaunchedContext, error: BaseException | None = None) -> None:
+def _end_forked_child(
+    context: this_rank.LaunchedContext, error: BaseException | None = None
+) -> None:
     """Exit this process if it is a child that the user's function forked; else do nothing.
 
     Such a child comes back here when it leaves the function, and must not report as the rank.
@@ -550,7 +553,7 @@ def _end_forked_child(context: rank.LaunchedContext, error: BaseException | None
 
 def _returned(
     packed: payload.Packed,
-    context: rank.LaunchedContext,
+    context: this_rank.LaunchedContext,
     call: payload.UnpackedCall | None,
     *,
     is_none: bool,
@@ -568,7 +571,7 @@ def _returned(
 
 def _raised(
     error: BaseException,
-    context: rank.LaunchedContext,
+    context: this_rank.LaunchedContext,
     call: payload.UnpackedCall | None,
     *,
     is_ending: bool = False,
@@ -617,7 +620,7 @@ def _is_success(error: BaseException) -> bool:
 
 
 def _pack_training(
-    context: rank.LaunchedContext, call: payload.UnpackedCall
+    context: this_rank.LaunchedContext, call: payload.UnpackedCall
 ) -> tuple[wire.Packet | None, tuple[int, ...]]:
     """Pack this rank's part of the training state, to be saved after the run was stopped."""
     problem: Exception | None = None
@@ -664,7 +667,7 @@ def _hint(error: BaseException, traceback: str) -> str:
     return _FULL_SHM_OF_NCCL if _SHM_OF_NCCL.search(text) else ""
 
 
-def _memory_report(error: BaseException, context: rank.LaunchedContext) -> str:
+def _memory_report(error: BaseException, context: this_rank.LaunchedContext) -> str:
     """Return what takes the memory, if that is what the error lacks, the biggest part first."""
     try:
         parts = context.memory_parts(error)

@@ -12,8 +12,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.own_files import FULL_DISK
+from notebook_accel.system import processes
+from notebook_accel.system.own_files import FULL_DISK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

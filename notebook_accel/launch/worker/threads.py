@@ -22,8 +22,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch import rank
-from notebook_accel.launch.system import processes
 from notebook_accel.launch.worker import exiting, output, standard_input
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
 from notebook_accel.launch.worker.main import (
@@ -35,12 +33,14 @@ from notebook_accel.launch.worker.main import (
     replace_libraries,
 )
 from notebook_accel.private import of_python
+from notebook_accel.rank import this_rank
+from notebook_accel.system import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from notebook_accel.launch import wire
-    from notebook_accel.launch.transport.scoreboard import RankRow
+    from notebook_accel import wire
+    from notebook_accel.actions.scoreboard import RankRow
 
 
 class Host:
@@ -163,7 +163,7 @@ class HostedRank(Worker):
 
     def _enter(self) -> None:
         # Threads of the user's have no context of a rank: they get the first one's.
-        rank.enter(self.context, whole_process=self._first is None)
+        this_rank.enter(self.context, whole_process=self._first is None)
 
     def _where(self) -> dict[str, int]:
         return {"pid": os.getpid(), "host": (self._first or self).context.rank}
@@ -218,7 +218,7 @@ class _RankStream:
         self._of_process = of_process
 
     def __getattr__(self, name: str) -> Any:
-        here = rank.current()
+        here = this_rank.current()
         return getattr(self._of_rank.get(here.rank, self._of_process), name)
 
 

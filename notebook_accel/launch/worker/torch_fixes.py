@@ -12,9 +12,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import group_store
-from notebook_accel.launch.rank import StorePort, current
 from notebook_accel.private import of_torch
+from notebook_accel.rank import group_store
+from notebook_accel.rank.this_rank import StorePort, current
 
 if TYPE_CHECKING:
     import socket

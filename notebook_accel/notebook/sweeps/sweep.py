@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from notebook_accel.actions.messages import Action
 from notebook_accel.config import resolve
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.action_messages import Action
 from notebook_accel.launch.preflight import check_call
 from notebook_accel.launch.run import call_of
-from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.notebook import clicks
@@ -40,6 +39,7 @@ from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
+from notebook_accel.system.interrupts import held
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:

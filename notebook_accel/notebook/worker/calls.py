@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from notebook_accel.launch import rank
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.worker.tracebacks import error_text, users_frames
+from notebook_accel.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -81,7 +81,7 @@ class NamesCall:
 
     def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
         """Return the fields of a :class:`NamesOutcome`; ``mentions`` as in ``Namespace.report``."""
-        is_asked = self.pull_from in (None, rank.current().rank)
+        is_asked = self.pull_from in (None, this_rank.current().rank)
         report: dict[str, Any] = namespace.report(self.pull if is_asked else (), mentions)
         return report
 
@@ -123,7 +123,7 @@ class CellCall(NamesCall):
         namespace.get_ready(self.mentions, renews_group=self.renews_group)
         namespace.import_modules(self.imports)
         value = None
-        if self.ranks is None or rank.current().rank in self.ranks:
+        if self.ranks is None or this_rank.current().rank in self.ranks:
             value = namespace.shell.run(self.text, self.source, self.first_line)
         return CellOutcome(value=value, **self.report(namespace, self.mentions))
 
@@ -171,7 +171,7 @@ class DebugCall:
 
     def __call__(self) -> DebugAnswer | None:
         """Return this rank's answer; None if another rank is asked or this rank has no error."""
-        kept, number = rank.current().kept_error, rank.current().rank
+        kept, number = this_rank.current().kept_error, this_rank.current().rank
         if kept is None or self.rank not in (None, number):
             return None
         if kept.debugger is None:

@@ -23,12 +23,12 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 
-from notebook_accel.launch import rank
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import global_names
 from notebook_accel.launch.text.used_names import is_history
 from notebook_accel.launch.worker import displays
 from notebook_accel.notebook.worker.shown_value import ShownValue
+from notebook_accel.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -172,7 +172,7 @@ class Namespace:
         if "__name__" not in self._names:  # a cell ran `globals().clear()`
             self._names.update({**self._first_names, **self._names})
         if names:
-            self._last_push = rank.current().call
+            self._last_push = this_rank.current().call
         names = {
             name: value
             for name, value in names.items()
@@ -190,7 +190,7 @@ class Namespace:
         """
         if renews_group:
             for line in import_module("notebook_accel.training.processes.renewal").renew_group():
-                rank.current().notice(line)
+                this_rank.current().notice(line)
         mentions = [*mentions, *globals_used(function, self._names)]
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.rank import current
-from notebook_accel.launch.wire import Saved
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint.background import BackgroundSave, HostCopies
 from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
@@ -56,6 +55,7 @@ from notebook_accel.training.files.weights import (
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
+from notebook_accel.wire import Saved
 
 if TYPE_CHECKING:
     import os

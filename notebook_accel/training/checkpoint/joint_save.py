@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint.folders import is_ours
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.files.atomic import StagedFolder

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint.start import (
     SAVE_ID,
     Start,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from notebook_accel.launch.rank import current, has_process_group
+from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.debug_mode import (
     ASKED,
     is_debugging,

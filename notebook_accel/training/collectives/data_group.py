@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from notebook_accel.launch.rank import current, has_process_group
+from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import leaves_with_paths
 from notebook_accel.training.settings import environment

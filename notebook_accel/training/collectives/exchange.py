@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.rank import current
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import current
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from notebook_accel.launch.group_store import store_of_next_group
-from notebook_accel.launch.rank import StorePort
+from notebook_accel.rank.group_store import store_of_next_group
+from notebook_accel.rank.this_rank import StorePort
 from notebook_accel.training.collectives.exchange import Exchange
 
 # All ranks of a launch are on one machine.

@@ -38,7 +38,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.errors import RunStopped
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.collectives.nested import send_to_device

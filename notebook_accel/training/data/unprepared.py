@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.settings.notices import notice_once

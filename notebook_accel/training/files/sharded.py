@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.rank import has_process_group
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import has_process_group
 from notebook_accel.training.collectives import gather_object, this_rank
 from notebook_accel.training.files.pieces import Piece, state_file
 from notebook_accel.training.files.state_files import explain, read_pickle, read_state

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.files.atomic import StagedFolder, naming_full_disk, replacing_file
 from notebook_accel.training.files.state_files import explain, read_state, write_state
 from notebook_accel.training.processes import topology

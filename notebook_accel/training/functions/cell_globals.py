@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.data.distribute import prepare_loader
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import batch_size_of

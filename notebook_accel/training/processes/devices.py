@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import DeviceMemory
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import DeviceMemory
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
 

@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings import environment
 

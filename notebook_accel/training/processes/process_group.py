@@ -1,7 +1,7 @@
 """Make and destroy torch's default process group, on the loopback interface if possible.
 
 Torch's own ``env://`` store listens on all interfaces without a secret, whatever MASTER_ADDR
-says. If all ranks are on one machine, they use the store of ``launch.group_store`` on the loopback
+says. If all ranks are on one machine, they use the store of ``rank.group_store`` on the loopback
 interface instead, and gloo and NCCL are told to use that interface. A process group that the user
 made is used as it is.
 
@@ -41,8 +41,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.group_store import store_of_next_group
-from notebook_accel.launch.rank import StorePort, current, has_process_group
+from notebook_accel.rank.group_store import store_of_next_group
+from notebook_accel.rank.this_rank import StorePort, current, has_process_group
 
 if TYPE_CHECKING:
     from notebook_accel.training.settings.handlers import InitProcessGroupKwargs

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.processes.topology import establish, is_established
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import broadcast, num_ranks, this_rank
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.topology import is_established, topology

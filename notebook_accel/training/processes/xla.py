@@ -13,7 +13,7 @@ import torch
 
 from notebook_accel import tpu
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 
 if TYPE_CHECKING:
     from notebook_accel.training.collectives.exchange import Exchange

@@ -21,7 +21,7 @@ import torch
 from notebook_accel.config.fsdp import FsdpOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.text_values import parse_flag
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once

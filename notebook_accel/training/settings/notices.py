@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 
 _SHOWN = "notices shown"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes.random_states import note_torch_states
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin, as_steps

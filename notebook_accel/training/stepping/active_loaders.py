@@ -16,7 +16,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accel.launch.rank import RankContext, current
+from notebook_accel.rank.this_rank import RankContext, current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

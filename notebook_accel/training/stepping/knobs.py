@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from notebook_accel import wire
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch import wire
-from notebook_accel.launch.knobs import checked
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.knob_limits import checked
+from notebook_accel.rank.this_rank import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

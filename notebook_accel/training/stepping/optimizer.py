@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.precision.loss_scaling import LossScaling, gradient_marks
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.accumulation import current_accumulation
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from notebook_accel.launch.rank import DeviceMemory
+    from notebook_accel.rank.this_rank import DeviceMemory
     from notebook_accel.training.models import PreparedModel
     from notebook_accel.training.stepping.accumulation import Accumulation
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.rank import RankContext, current
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import RankContext, current
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch.distributed.tensor.experimental import context_parallel
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current, has_process_group
 from notebook_accel.private import of_deepspeed
+from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler

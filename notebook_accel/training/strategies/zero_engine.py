@@ -16,7 +16,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import REST, step_timer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.launch.rank import DeviceMemory
+    from notebook_accel.rank.this_rank import DeviceMemory
     from notebook_accel.training.stepping.accumulation import Accumulation
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.tracking.base import GeneralTracker, numbers_of
 
 if TYPE_CHECKING:

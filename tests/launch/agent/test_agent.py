@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from notebook_accel.launch import wire
-from notebook_accel.launch.action_messages import ActAt, Point, PointReached
+from notebook_accel import wire
+from notebook_accel.actions.messages import ActAt, Point, PointReached
 from notebook_accel.launch.engines.local import tcp_pair
-from notebook_accel.launch.rank import current
+from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
 from tests.waiting import eventually
@@ -160,9 +160,9 @@ def test_a_message_about_an_old_call_does_nothing(agent: AgentByHand) -> None:
 
 def test_a_rank_cannot_speak_for_another(agent: AgentByHand) -> None:
     def pretend() -> None:
-        from notebook_accel.launch import rank
+        from notebook_accel.rank import this_rank
 
-        context: Any = rank.current()
+        context: Any = this_rank.current()
         context.send(wire.Notice(call=context.call, rank=1, text="I am rank 1"))
         context.send(wire.RankEnded(rank=1, exitcode=0))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch.agent.file_tail import FileTail
-from notebook_accel.launch.system.own_files import log_path
+from notebook_accel.system.own_files import log_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

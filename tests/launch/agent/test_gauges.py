@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.agent import gauges
 from notebook_accel.launch.agent.gauges import Gauges, gauges_of
 

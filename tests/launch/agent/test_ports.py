@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.agent.ports import RunPorts
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import payload, run_list, wire
+from notebook_accel.launch import payload, run_list
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from notebook_accel import wire
 from notebook_accel.errors import RunStopped, WorkerError
-from notebook_accel.launch import payload, run_list, wire
+from notebook_accel.launch import payload, run_list
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.run import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.state import RankState
 from notebook_accel.launch.control.verdict import hint_lines
 

@@ -7,7 +7,7 @@ import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 
 if TYPE_CHECKING:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel import LaunchError
-from notebook_accel.launch import wire
-from notebook_accel.launch.action_messages import ActAt, Passed, PointReached
+from notebook_accel import LaunchError, wire
+from notebook_accel.actions.messages import ActAt, Passed, PointReached
+from notebook_accel.actions.scoreboard import STOP
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
-from notebook_accel.launch.transport.scoreboard import STOP
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 from tests.waiting import eventually
 

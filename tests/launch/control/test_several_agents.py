@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.several_agents import MessagesForOthers
 from tests.descriptors import open_descriptors
 

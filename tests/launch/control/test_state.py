@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.state import RunState, starting
 from tests.notebook.states import after, logged
 

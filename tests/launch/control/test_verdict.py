@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
 from notebook_accel.launch.control.state import Failure, RunState, apply, starting
 from notebook_accel.launch.control.verdict import Verdict, judge

@@ -14,17 +14,17 @@ from uuid import uuid4
 
 import pytest
 
+from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch import wire
-from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
 from notebook_accel.launch.engines import local
 from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent
+from notebook_accel.launch.environment import ON_CPU, WITHOUT_DEVICES
 from notebook_accel.launch.request import LaunchRequest
-from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
+from notebook_accel.system import processes
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below, gone
 from tests.waiting import eventually

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import pytest
 
+from notebook_accel import wire
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch import wire
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import _boot_code, _key, ask_template, template, warm

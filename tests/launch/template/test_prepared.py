@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import Template
 from tests.engines.processes import gone

@@ -13,7 +13,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.template import handle, process
 from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.transport.channel import Channel

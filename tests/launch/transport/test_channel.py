@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
 from tests.descriptors import open_descriptors

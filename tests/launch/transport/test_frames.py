@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.channel import ProtocolError, encode
 from notebook_accel.launch.transport.frames import FramedChannel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport import handshake
 from notebook_accel.launch.transport.channel import Channel

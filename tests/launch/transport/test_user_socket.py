@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.transport import user_socket
 
 

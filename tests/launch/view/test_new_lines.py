@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.view.plain import LineReader, NewLines
 from tests.notebook.states import after, running
 

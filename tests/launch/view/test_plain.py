@@ -4,9 +4,9 @@ import io
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import wire
-from notebook_accel.launch.system import token_bucket
+from notebook_accel import wire
 from notebook_accel.launch.view.plain import PlainView
+from notebook_accel.system import token_bucket
 from tests.notebook.states import after, logged, running, succeeded
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.state import BarState, RankState
 from notebook_accel.launch.view.progress import (
     ProgressLine,

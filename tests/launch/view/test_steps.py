@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.control.state import RunState, starting
 from notebook_accel.launch.view.steps import step_lines, step_table
 

@@ -14,7 +14,7 @@ _STAGE = """
 import io, json, os, sys, threading, time
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.worker import bars
-from notebook_accel.launch.transport.scoreboard import Scoreboard
+from notebook_accel.actions.scoreboard import Scoreboard
 
 told = []
 context = rank.LaunchedContext(

@@ -10,7 +10,7 @@ from notebook_accel.launch.worker import collectives
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
-    from notebook_accel.launch import wire
+    from notebook_accel import wire
 
 
 class Recorder:

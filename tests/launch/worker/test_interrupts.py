@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel import wire
+from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.launch.transport.channel import Channel
-from notebook_accel.launch.transport.scoreboard import RankRow
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import pytest
 
+from notebook_accel import wire
+from notebook_accel.actions.scoreboard import RankRow, Scoreboard
 from notebook_accel.errors import RunStopped
-from notebook_accel.launch import payload, wire
-from notebook_accel.launch.rank import LaunchedContext
+from notebook_accel.launch import payload
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.scoreboard import RankRow, Scoreboard
 from notebook_accel.launch.transport.segment import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.worker import groups, main
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
@@ -28,6 +28,7 @@ from notebook_accel.launch.worker.main import (
     _says_lost_peer,
 )
 from notebook_accel.launch.worker.tracebacks import shorten
+from notebook_accel.rank.this_rank import LaunchedContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,9 +15,9 @@ import torch
 from torch import distributed
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import group_store
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker import torch_fixes
+from notebook_accel.rank import group_store
 from tests.launches import launch
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def test_one_variable_leaves_torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
 
 # Another torch: one name is gone, and one has another parameter first.
 OTHER_TORCH = """
-from notebook_accel.launch.system.after_import import change_module
+from notebook_accel.system.after_import import change_module
 
 def change_store(module):
     plain = module._create_c10d_store

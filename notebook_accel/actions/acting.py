@@ -1,0 +1,115 @@
+"""The agent's part in an action of all ranks: it asks its ranks on the scoreboard, and answers.
+
+actions/scoreboard.py has the whole. Nothing here waits: :meth:`Acting.tick` sends each answer
+once it is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from notebook_accel.actions.messages import (
+    NOWHERE,
+    Act,
+    ActAt,
+    ActionDone,
+    Hold,
+    HoldAnswered,
+    PauseEnded,
+    PointReached,
+)
+from notebook_accel.actions.scoreboard import BY_INTERRUPT, FLAG_SECONDS, STOP
+
+if TYPE_CHECKING:
+    from notebook_accel.actions.messages import Post
+    from notebook_accel.actions.scoreboard import Scoreboard
+
+# A rank has so long to show on the board whether it passed its newest point or waits there; one
+# that shows neither counts as having passed.
+_PATIENCE_SECONDS = 1.0
+
+
+class Acting:
+    """What an agent and its ranks do for the actions of one call."""
+
+    def __init__(self, board: Scoreboard, post: Post) -> None:
+        self._board = board
+        self._post = post
+        # Of the newest action; the number of the newest pause, 0 if none goes on.
+        self._number = 0
+        self._pause = 0
+        self._is_done = True
+        # When an answer was asked for that is not sent yet.
+        self._asked_at: float | None = None
+        self._held_at: float | None = None
+        self._held = 0
+        self._goes_on = False
+        # The content of a stop that waits until ranks have done what was asked before.
+        self._stop: bytes | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the kernel and all ranks wait for an answer."""
+        return self._asked_at is not None or self._held_at is not None
+
+    def ask(self, message: Act, *, is_pause: bool, refused: str, now: float) -> None:
+        """Ask the ranks for an action, or tell the kernel why this machine cannot do it."""
+        self._number = message.number
+        if refused:
+            self._post(PointReached, number=message.number, refused=refused)
+            return
+        self._pause = message.number if is_pause else 0
+        self._board.ask(message.number, message.content)
+        self._asked_at, self._is_done = now, False
+
+    def ask_stop(self, now: float, *, interrupts: bool = False) -> None:
+        """Ask the ranks to stop: at once, or once they have done what was asked before."""
+        self.go_on()
+        self._stop = BY_INTERRUPT if interrupts else b""
+        self.tick(now)
+
+    def act_at(self, message: ActAt) -> None:
+        """Tell the ranks where to do the action, or that it is withdrawn."""
+        if message.number != self._number:  # a stop has been asked here meanwhile
+            return
+        self._board.act_at(message.point)
+        if message.point == NOWHERE:
+            self._is_done, self._pause = True, 0
+
+    def hold(self, message: Hold, now: float) -> None:
+        """Let no rank begin the action of this number, and tell the kernel whether one has."""
+        if message.number == self._number and not self._is_done:
+            self._board.hold()
+        # Also where it crossed our word that all here have done it: the others' ranks may wait.
+        self._held, self._held_at = message.number, now
+
+    def go_on(self) -> None:
+        if self._pause:
+            self._board.go_on(self._pause)
+            self._goes_on = True
+
+    def tick(self, now: float) -> None:
+        """Send each answer that is known by now, and ask for a stop once it is its turn."""
+        if self._asked_at is not None and now >= self._asked_at + FLAG_SECONDS:
+            passed = self._board.passed(patient=now < self._asked_at + _PATIENCE_SECONDS)
+            if passed is not None:
+                self._asked_at = None
+                self._post(PointReached, number=self._number, passed=passed)
+        if self._held_at is not None and now >= self._held_at + FLAG_SECONDS:
+            did = self._board.resolved(self._held)
+            if did is None and now >= self._held_at + _PATIENCE_SECONDS:
+                # At worst the ranks keep the point that they had, which is correct too.
+                did = True
+            if did is not None:
+                self._held_at = None
+                self._post(HoldAnswered, number=self._held, did=did)
+        if not self._is_done and (num_done := self._board.num_done(self._number)) is not None:
+            self._is_done = True
+            self._post(ActionDone, number=self._number, num_ranks=num_done)
+        if self._goes_on and not self._board.num_paused:
+            self._goes_on, self._pause = False, 0
+            self._post(PauseEnded)
+        if self._stop is not None and self._is_done:
+            self._number = STOP
+            self._board.ask(STOP, self._stop)
+            self._asked_at, self._stop = now, None

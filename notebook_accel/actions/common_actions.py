@@ -1,0 +1,249 @@
+"""The kernel's part in an action of all ranks: one after the other, each at one common point.
+
+    in line -> ASKED -all agents answer-> POINT -all ranks did it-> done, the next
+                                          POINT -30 s-> HELD -some rank did it-> POINT, no limit
+                                                        HELD -no rank did-> withdrawn, the next
+
+A stop has its answers and its point as an action has. The agents ask their ranks for it once these
+have done what was asked before. actions/scoreboard.py has the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from notebook_accel.actions.messages import (
+    NOWHERE,
+    Act,
+    ActAt,
+    Action,
+    ActionDone,
+    GoOn,
+    Hold,
+    HoldAnswered,
+    PauseEnded,
+    PointReached,
+)
+from notebook_accel.actions.scoreboard import MAX_CONTENT, STOP, leave_after, meet_after
+from notebook_accel.system.interrupts import held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from notebook_accel import wire
+    from notebook_accel.actions.messages import Passed, Point, Post
+
+# So long an action may wait for ranks to come to its point.
+POINT_SECONDS = 30.0
+
+# An agent is known by the numbers of its ranks.
+Agent = tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """An action that was asked for; ``answers`` are of the question asked last."""
+
+    action: Action
+    done: Future[None] = field(default_factory=Future)
+    number: int = 0
+    point: Point | None = None
+    due: float = math.inf
+    is_held: bool = False
+    answers: dict[Agent, Any] = field(default_factory=dict)
+    num_did: dict[Agent, int] = field(default_factory=dict)
+
+
+class CommonActions:
+    """The actions of one call. All methods return at once, and may be called in any thread.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        send: Post,
+        agents: Callable[[], Iterable[Agent]],
+        on_pause: Callable[[bool], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._send = send
+        self._agents = agents
+        self._on_pause = on_pause
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._line: list[_Asked] = []
+        self._number = 0
+        self._stop_answers: dict[Agent, Passed] = {}
+        self._is_stopping = False
+        # The pause in which all ranks are; who waits for its end, and which agents have said it.
+        self._pause = 0
+        self._pause_over: Future[None] | None = None
+        self._back: set[Agent] = set()
+
+    # ---- what anybody asks -------------------------------------------------------------------
+
+    def ask(self, action: Action) -> Future[None]:
+        """Have all ranks do an action, once it is its turn; the future says when they have.
+
+        New values of knobs that wait for their turn are replaced by newer ones.
+        """
+        with held(), self._lock:
+            last = self._line[-1] if self._line else None
+            is_set = action.kind == "set"
+            if last is not None and is_set and last.action.kind == "set" and not last.number:
+                last.action = Action(kind="set", values={**last.action.values, **action.values})
+                return last.done
+            asked = _Asked(action=action)
+            self._line.append(asked)
+            self._ask_first()
+            return asked.done
+
+    def go_on(self) -> Future[None]:
+        """End the pause; the future says when all ranks train again."""
+        with held(), self._lock:
+            if self._pause_over is None:
+                self._pause_over = Future()
+                if self._pause:
+                    self._send(GoOn, number=self._pause)
+                else:
+                    _end(self._pause_over)
+            future = self._pause_over
+            if not self._pause:
+                self._pause_over = None
+            return future
+
+    def note_stop(self) -> None:
+        """Take no further action: the call is being stopped."""
+        with held(), self._lock:
+            self._is_stopping = True
+            waiting, self._line = self._line, [one for one in self._line if one.number]
+            for asked in waiting:
+                if not asked.number:
+                    _end(asked.done, RuntimeError("the run is being stopped"))
+
+    # ---- what the pool tells ------------------------------------------------------------------
+
+    def take(self, agent: Agent, message: wire.Message) -> None:
+        with self._lock:
+            if isinstance(message, PointReached) and message.number == STOP:
+                self._stop_answers[agent] = message.passed
+            elif isinstance(message, PauseEnded):
+                self._back.add(agent)
+            elif self._line and getattr(message, "number", 0) == self._line[0].number:
+                first = self._line[0]
+                if isinstance(message, ActionDone):
+                    first.num_did[agent] = message.num_ranks
+                elif isinstance(message, (PointReached, HoldAnswered)):
+                    first.answers[agent] = message
+            self.look()
+
+    def look(self) -> None:
+        """Go on as far as the answers of the agents allow; called also once an agent is lost."""
+        with self._lock:
+            agents = set(self._agents())
+            if agents and agents <= self._stop_answers.keys():
+                point = leave_after(self._stop_answers[agent] for agent in agents)
+                self._stop_answers = {}
+                self._send(ActAt, number=STOP, point=point)
+            if self._pause and agents <= self._back:
+                self._end_pause()
+            if self._line and self._line[0].number and agents:
+                self._follow(self._line[0], agents)
+
+    def end(self, why: str) -> None:
+        with self._lock:
+            waiting, self._line = self._line, []
+            for asked in waiting:
+                _end(asked.done, RuntimeError(why))
+            if self._pause_over is not None:
+                _end(self._pause_over)
+
+    # ---- one after the other ------------------------------------------------------------------
+
+    def _ask_first(self) -> None:
+        """Ask for the first action in line, unless that was done, or ranks are paused."""
+        if not self._line or self._line[0].number or self._pause:
+            return
+        first = self._line[0]
+        self._number += 1
+        first.number = self._number
+        content = msgspec.msgpack.encode(first.action)
+        if len(content) > MAX_CONTENT:
+            text = f"{len(content)} bytes of knobs' values: at most {MAX_CONTENT} at a time"
+            self._finish_first(ValueError(text))
+            return
+        self._send(Act, number=first.number, content=content)
+
+    def _follow(self, first: _Asked, agents: set[Agent]) -> None:
+        if agents <= first.num_did.keys():
+            did = sum(first.num_did.values())
+            if did and first.action.kind == "pause" and not self._is_stopping:
+                self._pause, self._back = first.number, set()
+                self._on_pause(True)
+            ended = RuntimeError("the function ended before all ranks came to a common point")
+            self._finish_first(None if did else ended)
+        elif not agents <= first.answers.keys():
+            if first.point is not None and not first.is_held and self._clock() >= first.due:
+                first.is_held, first.answers = True, {}
+                self._send(Hold, number=first.number)
+        elif first.is_held:
+            first.is_held = False
+            if any(first.answers[agent].did for agent in agents):
+                first.due = math.inf
+                self._act_at(first, first.point or NOWHERE)
+            else:
+                self._withdraw(first, TimeoutError(_no_point(first.action)))
+        elif refused := [one.refused for one in first.answers.values() if one.refused]:
+            self._withdraw(first, RuntimeError(refused[0]))
+        else:
+            point = meet_after(first.answers[agent].passed for agent in agents)
+            first.point, first.due = point, self._clock() + POINT_SECONDS
+            self._act_at(first, point)
+
+    def _act_at(self, first: _Asked, point: Point) -> None:
+        first.answers = {}
+        self._send(ActAt, number=first.number, point=point)
+
+    def _withdraw(self, first: _Asked, error: Exception) -> None:
+        self._act_at(first, NOWHERE)
+        self._finish_first(error)
+
+    def _finish_first(self, error: Exception | None) -> None:
+        done = self._line.pop(0).done
+        _end(done, error)
+        self._ask_first()
+
+    def _end_pause(self) -> None:
+        self._pause = 0
+        self._on_pause(False)
+        over, self._pause_over = self._pause_over, None
+        if over is not None:
+            _end(over)
+        self._ask_first()
+
+
+def _end(future: Future[None], error: Exception | None = None) -> None:
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+def _no_point(action: Action) -> str:
+    what = {"set": "take the new value", "save": "save", "pause": "pause"}[action.kind]
+    return (
+        f"the ranks did not come to a common point within {POINT_SECONDS:g} s at which they could "
+        f"{what}: points are the batches of prepared loaders, or reads of accelerator.should_stop "
+        "or should_save. Nothing was changed, and the training goes on"
+    )

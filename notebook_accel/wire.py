@@ -1,0 +1,720 @@
+"""The messages that the processes of a run exchange, and the version of this protocol.
+
+A rank talks with the agent of its machine (the process that started the rank), the agent talks with
+the kernel, and the kernel with the template (the process that forks agents). Some messages are
+about the rank processes (``Launch``, ``RankReady``, ``Shutdown``, ``RankEnded``). Others are about
+one call of a function on ranks that are ready (``BeginCall``, ``CallStarted``, ``Returned`` or
+``Raised``). Each call has a number, which is on every message about it; a receiver drops a message
+that comes too late, about an older call.
+
+In the kernel (launch/control/) a message from an agent passes four functions, each of which uses
+some of its fields:
+
+    pool.py _take -> state.py apply_to_processes     what it changes of the rank processes
+                  -> pool.py _pass_between_agents    what the other agents must know of it
+                  -> call.py take                    results, metrics and stacks of the call
+                       -> state.py apply             what it changes of the call, as views draw it
+
+Ranks send messages of the classes with ``from_rank``, mostly through rank/this_rank.py, and report
+the end of a call with ``Returned`` or ``Raised``. The agent passes these messages on to the kernel.
+
+The bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
+no message is unpickled. The user's values (arguments, results, exceptions) pass as opaque bytes;
+the process for which they are meant unpickles them when it needs them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import ClassVar, NamedTuple, TypeVar
+
+import msgspec
+
+# Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
+# with every change of a message: the kernel and its template may be of two versions.
+VERSION = 19
+
+
+# What a knob may hold.
+KnobValue = bool | int | float | str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base class of all messages, with the fields that every message carries.
+
+    Attributes:
+        run: id of the run that started the rank processes; in a session, of the session.
+        call: number of the call that the message is about, from 1 on; 0 for a message about the
+            rank processes.
+        monotonic: the sender's ``time.monotonic()``, seconds.
+        wall: the sender's ``time.time()``, seconds.
+        from_rank: whether a rank may send messages of this class at any time. During a call it may
+            also send ``Returned`` or ``Raised``; its agent drops messages of other classes.
+    """
+
+    from_rank: ClassVar[bool] = False
+
+    run: str = ""
+    call: int = 0
+    process: int = msgspec.field(default_factory=os.getpid)
+    rank: int | None = None
+    monotonic: float = msgspec.field(default_factory=time.monotonic)
+    wall: float = msgspec.field(default_factory=time.time)
+
+
+class Packet(msgspec.Struct, frozen=True, kw_only=True):
+    """A pickled value in the form that messages carry: inline, or in a memory segment sent along.
+
+    ``transport/segment.py`` converts values to packets and back.
+
+    Attributes:
+        sizes: length in bytes of each buffer of the pickle.
+    """
+
+    sizes: tuple[int, ...] = ()
+    inline: tuple[bytes, ...] = ()
+
+
+# ---- from a rank ---------------------------------------------------------------------------
+
+
+class RankReady(Message, frozen=True, kw_only=True):
+    """From a rank: its environment is set up, and it waits for calls.
+
+    Attributes:
+        host: the rank into whose file the process writes its stacks: on TPUs, where ranks are
+            threads, the first rank of the process. None stands for the rank that sends this.
+    """
+
+    from_rank: ClassVar[bool] = True
+
+    pid: int = 0
+    host: int | None = None
+
+
+class CallStarted(Message, frozen=True, kw_only=True):
+    """From a rank: it is about to call the function."""
+
+    from_rank: ClassVar[bool] = True
+
+
+class Metric(Message, frozen=True, kw_only=True):
+    """From a rank: values given to ``accelerator.log``.
+
+    Its agent collects these messages, and passes them on as :class:`Metrics`.
+
+    Attributes:
+        step: the step that the values belong to; None for no step.
+    """
+
+    from_rank: ClassVar[bool] = True
+
+    values: dict[str, float]
+    step: int | None = None
+
+
+class Bar(Message, frozen=True, kw_only=True):
+    """From a rank: the state of one progress bar."""
+
+    from_rank: ClassVar[bool] = True
+
+    bar: int
+    name: str
+    n: float
+    total: float | None = None
+    rate: float | None = None
+    elapsed: float = 0.0
+    unit: str = "it"
+    postfix: str = ""
+    closed: bool = False
+
+
+class Displayed(Message, frozen=True, kw_only=True):
+    """From a rank: rich output that it displayed, such as a figure."""
+
+    from_rank: ClassVar[bool] = True
+
+    data: dict[str, str]
+    display_id: str = ""
+    replaces: bool = False
+    clears: bool = False
+
+
+class Notice(Message, frozen=True, kw_only=True):
+    """A line for the user; a line with the same text is shown only once in a call."""
+
+    from_rank: ClassVar[bool] = True
+
+    text: str
+
+
+class Imported(Message, frozen=True, kw_only=True):
+    """From rank 0, at the end of a call: modules of libraries that it had to import itself."""
+
+    from_rank: ClassVar[bool] = True
+
+    names: tuple[str, ...]
+
+
+class Frame(NamedTuple):
+    """One frame of a stack: file name, line number and function name."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective that a rank has begun, as torch's flight recorder has it.
+
+    Attributes:
+        ranks: of the group; () for all.
+        peer: the other rank of a send or receive; None for what all ranks of the group take part
+            in.
+    """
+
+    group: str
+    ranks: tuple[int, ...] = ()
+    number: int
+    peer: int | None = None
+    operation: str
+    sizes: str = ""
+    is_pending: bool
+    frames: tuple[Frame, ...] = ()
+
+
+class Collectives(Message, frozen=True, kw_only=True):
+    """From a rank whose agent was asked for stacks: its newest collectives."""
+
+    from_rank: ClassVar[bool] = True
+
+    begun: tuple[Collective, ...] = ()
+
+
+class Returned(Message, frozen=True, kw_only=True):
+    """From a rank: the function returned.
+
+    A file descriptor comes along if the buffers of ``value`` are not inline.
+
+    Attributes:
+        is_none: whether the function returned None.
+    """
+
+    value: Packet
+    is_none: bool = False
+    made_group: bool = False
+    lost_group: bool = False
+
+
+class Raised(Message, frozen=True, kw_only=True):
+    """From a rank: the function raised an exception.
+
+    Attributes:
+        kind: "exception", "exit" (SystemExit), "interrupted" (KeyboardInterrupt), "stopped"
+            (RunStopped) or "lost peer" (torch raised an error because another rank has ended).
+        pickled: the pickled exception; None if it could not be pickled.
+    """
+
+    kind: str
+    type_name: str
+    text: str
+    traceback: str
+    exitcode: int = 1
+    pickled: bytes | None = None
+    rescued: Packet | None = None
+    made_group: bool = False
+    ended_by_agent: bool = False
+    after_interrupt: bool = False
+
+
+# ---- from an agent -------------------------------------------------------------------------
+
+
+class AgentReady(Message, frozen=True, kw_only=True):
+    """From an agent: it has started its rank processes; ``pids`` maps each rank to its pid."""
+
+    pids: dict[int, int]
+
+
+class Alive(Message, frozen=True, kw_only=True):
+    """From an agent: a heartbeat, every two seconds, so that the kernel notices a stuck agent.
+
+    A kernel that has launched a detached run sends this message to the keeper, too, to say that it
+    has the run's id.
+    """
+
+
+class PortReserved(Message, frozen=True, kw_only=True):
+    """From the agent with rank 0, if there are several agents: the MASTER_PORT of a new call.
+
+    The kernel sends a call to this agent first. The agent reserves a port and sends this message;
+    then the kernel sends the call, with the port, to the other agents.
+    """
+
+    port: int
+
+
+class LogOpened(Message, frozen=True, kw_only=True):
+    """From an agent on another machine: it will send a rank's output as the stream ``stream``."""
+
+    stream: int
+
+
+class RankFailed(Message, frozen=True, kw_only=True):
+    """From an agent: one of its ranks failed in the call."""
+
+
+class KnobMade(Message, frozen=True, kw_only=True):
+    """From rank 0: the function has made a knob, or the knob has a new value."""
+
+    from_rank: ClassVar[bool] = True
+
+    name: str
+    value: KnobValue
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    choices: tuple[KnobValue, ...] = ()
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """From rank 0: a checkpoint was written, whose folder is complete."""
+
+    from_rank: ClassVar[bool] = True
+
+    folder: str
+
+
+class Metrics(Message, frozen=True, kw_only=True):
+    """From an agent: values that its ranks logged, in the order of arrival at the agent.
+
+    Ranks may log thousands of times a second. A message for each value would cost the agent a write
+    per value, and the kernel a turn of its thread.
+    """
+
+    metrics: tuple[Metric, ...]
+
+
+class Output(Message, frozen=True, kw_only=True):
+    """From an agent: new output that a rank has printed in the call with number ``call``.
+
+    Attributes:
+        start, end: offsets in bytes of the new output, with the skipped lines, in the log file.
+    """
+
+    text: str
+    skipped: int = 0
+    start: int = 0
+    end: int = 0
+
+
+class StepTimes(msgspec.Struct, frozen=True):
+    """Where the time of a rank's steps goes: sums over the last minute or so, in nanoseconds."""
+
+    num_steps: int = 0
+    total: int = 0
+    data: int = 0
+    forward: int = 0
+    backward: int = 0
+    optimizer: int = 0
+    rest: int = 0
+    collectives: int = 0
+    data_wait: int = 0
+
+
+class Sample(Message, frozen=True, kw_only=True):
+    """From an agent: resource use and counters of a rank.
+
+    Attributes:
+        memory, device_memory: bytes of memory that the rank's process uses, and bytes that are used
+            on the rank's device; None if unknown.
+        cpu: use of the CPU in percent of one core; None if unknown.
+        device_use: percentage of the time in which the device was busy; None if unknown.
+        device: name of the rank's device; "" if unknown.
+    """
+
+    batches: int = 0
+    total_batches: int | None = None
+    pass_start: int = 0
+    steps: int = 0
+    memory: int | None = None
+    device_memory: int | None = None
+    device_peak: int | None = None
+    device_limit: int | None = None
+    step_times: StepTimes = StepTimes()
+    cpu: int | None = None
+    device_use: int | None = None
+    device: str = ""
+    is_suspended: bool = False
+
+
+class RankEnded(Message, frozen=True, kw_only=True):
+    """From an agent: a rank's process ended and was reaped.
+
+    Attributes:
+        exitcode: exit code of the process; None if a signal killed it.
+        signal: number of the signal that killed the process; None if no signal did.
+        stack: what ``faulthandler`` wrote of a crash in native code; "" for other ends.
+    """
+
+    exitcode: int | None = None
+    signal: int | None = None
+    stack: str = ""
+    ended_by_agent: bool = False
+    after_interrupt: bool = False
+
+
+class Stacks(Message, frozen=True, kw_only=True):
+    """Answer to ``DumpStacks``: stack traces as text.
+
+    An agent sends one answer per rank: the traces of the rank's threads, in the format of
+    faulthandler. The keeper of a detached run sends a single answer for the whole request, with
+    the ``monotonic`` of the request.
+    """
+
+    text: str
+
+
+# ---- to an agent, and from it to its ranks -------------------------------------------------
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank that an agent starts: its numbers, environment and device.
+
+    Attributes:
+        device: index of its accelerator among those that the rank sees; None if that is
+            ``local_rank``.
+    """
+
+    rank: int
+    local_rank: int
+    environment: dict[str, str] = {}
+    device: int | None = None
+
+
+class Launch(Message, frozen=True, kw_only=True):
+    """Request to an agent: start the rank processes, which then wait for calls.
+
+    Attributes:
+        log_dir: folder of the ranks' log files. None if the agent's machine does not see the
+            kernel's files: the agent then writes logs to a folder of its own, and sends the bytes.
+        num_threads: number of threads that each rank gives to ``torch.set_num_threads``.
+        start_method: how the agent makes rank processes: "fork", or "xla" for ranks on TPUs.
+    """
+
+    world_size: int
+    ranks: tuple[RankSpec, ...]
+    environment: dict[str, str]
+    directory: str
+    path: tuple[str, ...]
+    log_dir: str | None
+    num_threads: int
+    start_method: str = "fork"
+    notebook: bytes = b""
+
+
+class BeginCall(Message, frozen=True, kw_only=True):
+    """Request to an agent, and from it to each of its ranks: call a function.
+
+    It is sent once the ranks have ended the previous call. A descriptor comes along if the buffers
+    of ``payload`` are in a memory segment.
+
+    Attributes:
+        master_port: the ranks' MASTER_PORT; 0 if the agent of rank 0 is to fill in a port that it
+            has reserved.
+        resume: folder of the checkpoint with which the training begins; "" if it begins anew.
+        knobs: values with which knobs begin.
+    """
+
+    payload: Packet
+    grace: float
+    resume: str = ""
+    knobs: dict[str, KnobValue] = {}
+    last: bool = False
+    keeps_error: bool = False
+    by_value: bool = False
+    group_generation: int = 0
+    master_port: int = 0
+
+
+class MasterSocket(Message, frozen=True, kw_only=True):
+    """From an agent to rank 0: the socket bound to MASTER_PORT, on which the rank serves stores."""
+
+
+class Shutdown(Message, frozen=True, kw_only=True):
+    """Request to an agent and its ranks: end the rank processes after their current call."""
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """Request to an agent or keeper: end the call, with all ranks leaving it at the same batch.
+
+    A step that is under way is let finish. Ranks without progress are interrupted, and after
+    ``grace`` seconds (None stands for the ``grace`` of the call) also ranks that go on and do not
+    come to a batch or a read of ``should_stop``. Once all ranks have left their loop or have read
+    ``should_stop``, no rank is interrupted before a second ``Stop``.
+    """
+
+    grace: float | None = None
+
+
+class CallEnded(Message, frozen=True, kw_only=True):
+    """From the kernel to all agents: every rank on every machine has ended its part of the call.
+
+    A rank that returns earlier keeps its connections open until this message comes, five seconds
+    at most, since other ranks may still read from them.
+    """
+
+
+class Interrupt(Message, frozen=True, kw_only=True):
+    """Request to an agent or keeper: raise KeyboardInterrupt in every rank that is in the call."""
+
+
+class Terminate(Message, frozen=True, kw_only=True):
+    """Request to an agent: SIGTERM the rank processes that are in the call or shutting down."""
+
+
+class Kill(Message, frozen=True, kw_only=True):
+    """Request to an agent or keeper: SIGKILL the rank processes and their children.
+
+    Only ranks that are in the call or shutting down are killed. If ``call`` is 0, or the number of
+    a call that has not reached the agent yet, all ranks are killed.
+    """
+
+
+class DumpStacks(Message, frozen=True, kw_only=True):
+    """Request to an agent or keeper: send ``Stacks`` of ``rank``, or of all ranks if it is None."""
+
+
+# ---- with the keeper of a detached run (launch/keeper.py); it takes Stop, Kill and DumpStacks, too
+
+
+class Detach(Message, frozen=True, kw_only=True):
+    """Request to a keeper, from the kernel that started it: launch this detached run."""
+
+    request: bytes
+    payload: Packet
+
+
+class RunSnapshot(Message, frozen=True, kw_only=True):
+    """From the keeper of a detached run: the run's state.
+
+    Attributes:
+        rescued_as: Python code that gets the training state of a stopped run; "" if none was kept.
+    """
+
+    state: bytes
+    timeout: float | None = None
+    timed_out: bool = False
+    rescued_as: str = ""
+
+
+# ---- with a template -----------------------------------------------------------------------
+
+
+class TemplateReady(Message, frozen=True, kw_only=True):
+    """From the template: it has imported what all ranks need, and can fork agents."""
+
+
+class ForkAgent(Message, frozen=True, kw_only=True):
+    """Request to the template: fork an agent."""
+
+    secret: bytes
+    is_prepared: bool = False
+
+
+class Forked(Message, frozen=True, kw_only=True):
+    """Answer to a request to fork: the new process's pid, or in ``error`` why there is none."""
+
+    pid: int = 0
+    error: str = ""
+
+
+class AgentExited(Message, frozen=True, kw_only=True):
+    """From the template: an agent's process ended; ``exitcode`` is -9 if signal 9 killed it."""
+
+    pid: int
+    exitcode: int
+
+
+class ImportItem(msgspec.Struct, frozen=True):
+    """``import module``, or ``from module import names``; a name "*" is left out."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> str:
+        return self.module.partition(".")[0]
+
+
+class Import(Message, frozen=True, kw_only=True):
+    """To a template: import these, in the background."""
+
+    items: tuple[ImportItem, ...]
+    environment: dict[str, str]
+    path: tuple[str, ...]
+
+
+class Importing(Message, frozen=True, kw_only=True):
+    """From a prepared template, before the import of ``item``, and after one that went wrong.
+
+    Attributes:
+        item: None once all items of a message are imported.
+        problem: what the import left behind, such as a thread, so that the process must not fork
+            ranks.
+        error: the exception that the import raised.
+        files: once all are imported, time of the last change of each file, in nanoseconds.
+    """
+
+    item: ImportItem | None = None
+    problem: str = ""
+    error: str = ""
+    files: dict[str, int] = {}
+
+
+class AskImports(Message, frozen=True, kw_only=True):
+    """Request to the template: how far are the imports?"""
+
+
+class Imports(Message, frozen=True, kw_only=True):
+    """Answer to :class:`AskImports`.
+
+    Attributes:
+        pid: of the prepared template; 0 if there is none.
+        importing: the library for whose import a launch should wait now; "" for none.
+        problem: why there is no prepared template; "" if nothing speaks against it.
+    """
+
+    pid: int = 0
+    importing: str = ""
+    libraries: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+    problem: str = ""
+
+
+class CountDevices(Message, frozen=True, kw_only=True):
+    """Request to the template: count the accelerators that a process with this environment sees."""
+
+    environment: dict[str, str]
+
+
+class Devices(Message, frozen=True, kw_only=True):
+    """Answer to ``CountDevices``: the accelerators.
+
+    Attributes:
+        memory: total memory of each accelerator in bytes, 0 if unknown; empty if all are unknown.
+        problem: why torch can use no accelerator, such as an old driver; "" if torch gives no
+            reason.
+        error: why the accelerators could not be counted; "" if they were.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    memory: tuple[int, ...] = ()
+    versions: dict[str, str] = {}
+    problem: str = ""
+    error: str = ""
+
+
+# ---- of a channel to another machine (transport/frames.py) ---------------------------------
+
+
+class StreamOpened(Message, frozen=True, kw_only=True):
+    """Announces a stream of bytes to another machine, to which no file descriptor can be sent.
+
+    The stream carries the bytes of a memory segment, whose descriptor a later message would bring
+    on one machine, or the bytes of a growing log file.
+
+    Attributes:
+        size: size of the memory segment in bytes; None for a log file.
+    """
+
+    stream: int
+    size: int | None = None
+
+
+class Data(Message, frozen=True, kw_only=True):
+    """The next bytes of a stream to another machine; ``last`` marks the end of the stream."""
+
+    stream: int
+    data: bytes
+    last: bool = False
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """Allows the sender of a stream to send ``size`` more bytes; it may not send without credit."""
+
+    stream: int
+    size: int
+
+
+# ---- between the notebook and another machine (transport/machine_link.py) ------------------
+
+
+class MachineJoined(Message, frozen=True, kw_only=True):
+    """From a machine that offers itself for ranks: its versions, environment and devices.
+
+    Attributes:
+        interface: the network interface by which the machine reaches the notebook; "" if unknown.
+        num_ranks: number of ranks that the machine is to have; 0 if the notebook decides.
+    """
+
+    host: str
+    user: str
+    python: str
+    torch: str
+    environment: dict[str, str]
+    directory: str
+    path: tuple[str, ...]
+    num_cores: int
+    interface: str
+    devices: tuple[str, ...] = ()
+    num_ranks: int = 0
+
+
+class MachineRefused(Message, frozen=True, kw_only=True):
+    """From the notebook: it refuses the machine that joined; ``text`` says why."""
+
+    text: str
+
+
+class MachineReleased(Message, frozen=True, kw_only=True):
+    """From the notebook: it needs the machine no longer; the connection ends soon after.
+
+    Attributes:
+        outcome: what the run has come to: "succeeded", "failed", "stopped", or "ended" for a
+            session.
+    """
+
+    outcome: str
+
+
+class StartMachineAgent(Message, frozen=True, kw_only=True):
+    """Request to a machine that joined: start an agent, and pass it all bytes that follow."""
+
+    directory: str
+    environment: dict[str, str]
+    path: tuple[str, ...] = ()
+    imports: tuple[ImportItem, ...] = ()
+
+
+class EndMachineAgent(Message, frozen=True, kw_only=True):
+    """Request to a machine that joined: end its agent; the machine then awaits more requests."""
+
+
+class MachineAgentStarted(Message, frozen=True, kw_only=True):
+    """Answer to ``StartMachineAgent``: an agent was started, or could not be."""
+
+    directory: str = ""
+    error: str = ""
+
+
+class MachineAgentEnded(Message, frozen=True, kw_only=True):
+    """From a machine that joined: its agent has ended."""
+
+    how: str
+    traceback: str = ""
+
+
+M = TypeVar("M", bound=Message)

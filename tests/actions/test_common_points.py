@@ -1,0 +1,235 @@
+"""All ranks do the same actions at the same points, whatever the order in which processes run.
+
+Real scoreboards, ranks' contexts, agents' parts and the kernel's part, without processes: ranks are
+threads of which one runs at a time, changed at random lines of the code, and messages are late.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import wire
+from notebook_accel.actions import scoreboard
+from notebook_accel.actions.acting import Acting
+from notebook_accel.actions.common_actions import POINT_SECONDS, CommonActions
+from notebook_accel.actions.messages import Act, ActAt, Action, GoOn, Hold
+from notebook_accel.actions.scoreboard import Scoreboard
+from notebook_accel.errors import RunStopped
+from notebook_accel.rank import this_rank as rank_module
+from notebook_accel.rank.this_rank import LaunchedContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+NUM_AGENTS, RANKS_EACH = 2, 2
+_TRACED = {scoreboard.__file__, rank_module.__file__}
+
+
+class Recorder:
+    """Stands for the knob "x": notes each value with the batch at which the rank takes it."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def take(self, value: object) -> None:
+        self._rank.record.append((self._rank.num_batches, value))
+
+
+class Rank:
+    """A rank in a thread that runs only while it has the turn."""
+
+    def __init__(self, world: World, board: Scoreboard, number: int) -> None:
+        local_rank = number % RANKS_EACH
+        numbers = {"rank": number, "world_size": 4, "local_rank": local_rank}
+        self.context = LaunchedContext(
+            run="r", send=lambda _: None, board=board, local_world_size=RANKS_EACH, **numbers
+        )
+        self.context.begin_call(1, has_group=False)
+        self.context.knobs_made["x"] = Recorder(self)
+        self.record: list[tuple[int, object]] = []
+        self.num_batches = self.num_steps = 0
+        self.has_ended = False
+        self.error: BaseException | None = None
+        self._world = world
+        self._row = board.row(local_rank)
+        self._turn = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def step(self) -> None:
+        """Run on to a random line."""
+        self._turn.release()
+        self._world.back.acquire()
+
+    def give_up_turn(self) -> None:
+        self._world.back.release()
+        self._turn.acquire()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            sys.settrace(self._trace)
+            self._train()
+        except RunStopped:
+            self.record.append((self.num_batches, "stop"))
+        except BaseException as error:
+            self.error = error
+        finally:
+            sys.settrace(None)
+            self._row.call_over = 1
+            self.has_ended = True
+            self._world.back.release()
+
+    def _train(self) -> None:
+        for _ in range(self._world.num_batches):
+            self.num_batches += 1
+            self.context.count_batch()
+            self.num_steps += 1
+            # The step's collective: nobody leaves it before all have come.
+            while any(one.num_steps < self.num_steps for one in self._world.ranks):
+                self.give_up_turn()
+            if self.context.should_save():
+                self.record.append((self.num_batches, "save"))
+
+    def _trace(self, frame: Any, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in _TRACED:
+            return None
+        if event == "line" and self._world.chance.random() < 0.2:
+            self.give_up_turn()
+        return self._trace
+
+
+class World:
+    """Kernel, two agents and four ranks, driven by one stream of chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.num_batches = self.chance.randint(5, 25)
+        self.back = threading.Semaphore(0)
+        self.now = 0.0
+        boards = [Scoreboard(RANKS_EACH, has_others=True) for _ in range(NUM_AGENTS)]
+        self.to_kernel: list[deque[wire.Message]] = [deque() for _ in boards]
+        self.to_agent: list[deque[wire.Message]] = [deque() for _ in boards]
+        self.acting = [Acting(board, self._post(i)) for i, board in enumerate(boards)]
+        agents = [(0, 1), (2, 3)]
+        self.actions = CommonActions(self._send, lambda: agents, self._note_pause, lambda: self.now)
+        self.ranks: list[Rank] = []
+        self.ranks += [Rank(self, boards[n // RANKS_EACH], n) for n in range(4)]
+        self.asked: list[tuple[Action, Future[None]]] = []
+        self.is_paused = False
+        self.stops = False
+
+    def _post(self, index: int) -> Callable[..., None]:
+        return lambda kind, /, **fields: self.to_kernel[index].append(kind(**fields))
+
+    def _send(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        for messages in self.to_agent:
+            messages.append(kind(**fields))
+
+    def _note_pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
+    def _hear_kernel(self, index: int) -> None:
+        agent, message = self.acting[index], self.to_agent[index].popleft()
+        if isinstance(message, Act):
+            is_pause = b"pause" in message.content
+            agent.ask(message, is_pause=is_pause, refused="", now=self.now)
+        elif isinstance(message, ActAt):
+            agent.act_at(message)
+        elif isinstance(message, Hold):
+            agent.hold(message, self.now)
+        elif isinstance(message, GoOn):
+            agent.go_on()
+        else:
+            agent.ask_stop(self.now)
+
+    def _ask(self, number: int) -> None:
+        kind = self.chance.choice(["set", "set", "save", "pause"])
+        action = Action(kind=kind, values={"x": number} if kind == "set" else {})
+        self.asked.append((action, self.actions.ask(action)))
+
+    def _someone_asks(self, number: int) -> None:
+        what = self.chance.random()
+        if self.is_paused and what < 0.5:
+            self.actions.go_on()
+        elif what < 0.6 and not self.stops:
+            self._ask(number)
+        elif what < 0.9:
+            self.now += POINT_SECONDS
+        elif what < 0.91 and not self.stops:
+            self.stops = True
+            self.actions.note_stop()
+            self._send(wire.Stop)
+
+    def turns(self) -> Iterator[int]:
+        """Do one thing after the other until all ranks have ended."""
+        for number in range(1_000_000):
+            if all(rank.has_ended for rank in self.ranks):
+                return
+            yield number
+            self.now += self.chance.choice([0.0, 0.0005, 0.002])
+            what = self.chance.random()
+            index = self.chance.randrange(NUM_AGENTS)
+            if what < 0.6:
+                self.chance.choice([rank for rank in self.ranks if not rank.has_ended]).step()
+            elif what < 0.75 and self.to_agent[index]:
+                self._hear_kernel(index)
+            elif what < 0.9 and self.to_kernel[index]:
+                self.actions.take([(0, 1), (2, 3)][index], self.to_kernel[index].popleft())
+            elif what < 0.98:
+                self.acting[index].tick(self.now)
+                self.actions.look()
+            else:
+                self._someone_asks(number)
+        raise AssertionError(f"ranks wait for ever: {[rank.record for rank in self.ranks]}")
+
+
+def run_world(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(seed)
+    ranks = {rank._thread: rank for rank in world.ranks}
+
+    class Sleeping:
+        @staticmethod
+        def sleep(_: float) -> None:
+            ranks[threading.current_thread()].give_up_turn()
+
+    monkeypatch.setattr(scoreboard, "time", Sleeping)
+    for _ in world.turns():
+        pass
+    return world
+
+
+def check(world: World) -> None:
+    assert [rank.error for rank in world.ranks] == [None] * 4
+    first = world.ranks[0].record
+    assert all(rank.record == first for rank in world.ranks), [r.record for r in world.ranks]
+    taken = [value for _, value in first if isinstance(value, int)]
+    assert taken == sorted(taken), "in the order in which they were asked"
+    for action, done in world.asked:
+        value = action.values.get("x")
+        if done.done() and isinstance(done.exception(), TimeoutError):
+            assert value is None or value not in taken, "what was withdrawn, nobody did"
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_ranks_act_alike_in_any_order_of_events(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(first, first + 50):
+        check(run_world(seed, monkeypatch))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1_000, 11_000, 1_000))
+def test_ranks_act_alike_in_ten_thousand_orders(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(first, first + 1_000):
+        check(run_world(seed, monkeypatch))

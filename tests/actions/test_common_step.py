@@ -1,0 +1,215 @@
+"""Knobs, saves, pauses and stops happen at the same step of all ranks, in real processes."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from notebook_accel import ConfigError, FullyShardedDataParallelPlugin, LaunchConfig, RunStopped
+from notebook_accel.actions import common_actions as actions
+from notebook_accel.config.engines import ENGINES
+from tests.engines import joined
+from tests.launches import launch
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from notebook_accel.launch.run import Run
+
+SOON = 60.0
+
+
+def train(
+    num_batches: int, *, fsdp: bool = False, folder: str | None = None, is_slow: bool = True
+) -> dict[str, Any]:
+    """Train by a rate that a knob sets; return what happened at which batch, and the weights."""
+    from notebook_accel import Accelerator, set_seed
+
+    set_seed(3)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    size = 2 * num_batches * accelerator.num_processes
+    loader = torch.utils.data.DataLoader(torch.randn(size, 8), batch_size=2, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    events: list[tuple[int, str, Any]] = []
+
+    def change(rate: Any) -> None:
+        events.append((batch, "lr", rate))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    batch = 0
+    rate = accelerator.knob("lr", 0.01, low=1e-6, high=1.0, log=True, on_change=change)
+    start = None if folder is None else accelerator.resume_or_start(folder)
+    rates = []
+    try:
+        for batch, inputs in enumerate(loader, start.batch if start else 0):
+            loss = model(inputs).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.append(rate.value)
+            if accelerator.should_save:
+                events.append((batch, "save", None))
+            if is_slow:
+                time.sleep(0.002 + 0.003 * accelerator.process_index)
+    except RunStopped:
+        events.append((batch, "stop", None))
+    weights = accelerator.get_state_dict(model)
+    return {"events": events, "rates": rates, "weights": weights, "steps": len(rates)}
+
+
+def start(function: Any, *args: Any, ranks: int = 2, engine: str = "local", **asked: Any) -> Run:
+    config = LaunchConfig(num_processes=ranks, engine=engine)
+    return launch(function, args, config=config, **{"block": False, **asked})
+
+
+def trains(run: Run) -> None:
+    eventually(lambda: bool(run.state.knobs), within=SOON, what="the knob is known")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+CASES = [
+    pytest.param("local", 2, False, 40, id="2 ranks"),
+    pytest.param("local", 2, True, 200, id="2 ranks of FSDP2", marks=pytest.mark.long),
+    pytest.param("local", 4, False, 200, id="4 ranks", marks=pytest.mark.long),
+    pytest.param(joined.NAME, 2, False, 200, id="2 agents", marks=pytest.mark.long),
+    pytest.param(joined.NAME, 4, True, 200, id="4 agents of FSDP2", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("engine", "num_ranks", "fsdp", "num_actions"), CASES)
+def test_all_ranks_do_random_actions_at_the_same_steps(
+    engine: str, num_ranks: int, fsdp: bool, num_actions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, joined.NAME, joined.KIND)
+    chance = random.Random(num_actions)
+    run = start(train, 100_000, ranks=num_ranks, engine=engine, kwargs={"fsdp": fsdp})
+    trains(run)
+    rates, num_saves = [], 0
+    for _ in range(num_actions):
+        kind = chance.choice(["set", "set", "save", "pause"])
+        if kind == "set":
+            rates.append(chance.uniform(1e-5, 1e-2))
+            run.set(lr=rates[-1])
+        elif kind == "save":
+            run.save()
+            num_saves += 1
+        else:
+            run.pause()
+            assert run.status == "paused"
+            run.go_on()
+            assert run.status == "running"
+    run.stop()
+    results = run.results
+    assert run.status == "stopped"
+    first = results[0]["events"]
+    assert [one["events"] for one in results] == [first] * num_ranks
+    assert [one["rates"] for one in results] == [results[0]["rates"]] * num_ranks
+    assert [value for _, kind, value in first if kind == "lr"] == rates
+    assert sum(kind == "save" for _, kind, _ in first) == num_saves
+    assert first[-1][1] == "stop"
+    assert [m["value"] for m in run.metrics if m["name"] == "knob/lr"] == rates
+
+
+@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp: bool) -> None:
+    twin = start(train, 120, kwargs={"fsdp": fsdp, "is_slow": False})
+    run = start(train, 120, kwargs={"fsdp": fsdp}, timeout=SOON)
+    trains(run)
+    for _ in range(10):
+        run.pause()
+        stood = [rank.batches for rank in run.state.ranks]
+        time.sleep(0.02)
+        assert max(stood) <= run.state.ranks[0].batches + 1
+        run.go_on()
+    assert all(same(one["weights"], other["weights"]) for one, other in zip(run, twin, strict=True))
+
+
+def test_stop_ends_a_paused_run_and_a_pause_ends_no_timeout() -> None:
+    run = start(train, 100_000)
+    trains(run)
+    run.pause()
+    run.set(lr=0.5)  # waits until it goes on, and the run is stopped before that
+    run.stop()
+    assert [one["events"][-1][1] for one in run.results] == ["stop", "stop"]
+    with pytest.raises(RuntimeError, match="has ended"):
+        run.pause()
+
+
+def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
+
+    def sleeps() -> float:
+        from notebook_accel import Accelerator
+
+        knob = Accelerator(cpu=True).knob("lr", 0.5)
+        time.sleep(3)
+        return knob.value
+
+    run = start(sleeps)
+    trains(run)
+    with pytest.raises(TimeoutError, match=r"common point within 0.5 s.*should_stop"):
+        run.set(lr=1)
+    assert run.results == [0.5, 0.5]
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    run = start(train, 100_000)
+    trains(run)
+    for value in ("fast", True, 2.0, float("nan")):
+        with pytest.raises(ConfigError, match="lr"):
+            run.set(lr=value)
+    eventually(lambda: all(r.batches for r in run.state.ranks), within=SOON, what="batches")
+    with pytest.raises(ConfigError, match=r"rate=1.*no such knob; it has lr"):
+        run.set(rate=1)
+    run.set(lr=1)
+    assert run.state.knobs["lr"].value == 1.0
+    run.stop()
+
+
+def test_a_function_without_loaders_acts_where_it_asks() -> None:
+    def loop() -> tuple[float, int]:
+        from notebook_accel import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        rate = accelerator.knob("lr", 0.5)
+        num_saves = 0
+        while rate.value != 0.25 or not num_saves:
+            num_saves += accelerator.should_save
+            time.sleep(0.01)
+        return rate.value, num_saves
+
+    run = start(loop)
+    trains(run)
+    run.set(lr=0.25)
+    run.save()
+    assert run.results == [(0.25, 1), (0.25, 1)]
+
+
+def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path)}
+    run = start(train, 100_000, kwargs=arguments)
+    trains(run)
+    run.set(lr=0.125)
+    run.save()
+    run.stop()
+    assert all(not [e for e in one["events"] if e[1] == "save"] for one in run)
+    assert list(tmp_path.iterdir())
+    again = start(train, 100_000, kwargs=arguments)
+    trains(again)
+    eventually(lambda: all(r.batches for r in again.state.ranks), within=SOON, what="batches")
+    again.stop()
+    assert {rate for one in again for rate in one["rates"]} == {0.125}

@@ -1,0 +1,321 @@
+"""Who a rank is, wherever its code asks, and what it says to whom."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from notebook_accel import ConfigError, RunStopped, wire
+from notebook_accel.actions.scoreboard import Scoreboard
+from notebook_accel.launch.transport.channel import encode
+from notebook_accel.rank import this_rank
+from notebook_accel.rank.this_rank import DeviceMemory, LaunchedContext, RankContext, current, enter
+from tests.actions.test_scoreboard import stop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which nobody has asked who it is."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(this_rank, "_process_context", None)
+    token = this_rank._context.set(None)
+    yield
+    this_rank._context.reset(token)
+
+
+def launched(
+    number: int = 1, board: Scoreboard | None = None
+) -> tuple[LaunchedContext, list[wire.Message], Scoreboard]:
+    told: list[wire.Message] = []
+    board = board or Scoreboard(2)
+    context = LaunchedContext(
+        rank=number,
+        local_rank=number,
+        world_size=2,
+        local_world_size=2,
+        run="r",
+        send=told.append,
+        board=board,
+    )
+    return context, told, board
+
+
+# ---- who -----------------------------------------------------------------------------------
+
+
+def test_a_process_that_nobody_launched() -> None:
+    context = current()
+    assert (context.rank, context.local_rank, context.world_size, context.local_world_size) == (
+        0,
+        0,
+        1,
+        1,
+    )
+    assert not context.launched
+    assert current() is context
+
+
+def test_a_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    context = current()
+    assert (context.rank, context.local_rank, context.world_size, context.local_world_size) == (
+        5,
+        1,
+        8,
+        4,
+    )
+
+
+def test_a_rank_of_a_launcher_that_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    context = RankContext.from_environment()
+    assert (context.local_rank, context.local_world_size) == (3, 4)
+
+
+def in_thread(context: contextvars.Context | None = None) -> RankContext:
+    """Who a thread of the user's is."""
+    found: list[RankContext] = []
+
+    def ask() -> None:
+        found.append(current())
+
+    thread = threading.Thread(target=(lambda: context.run(ask)) if context else ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_of_a_rank_are_that_rank() -> None:
+    context, _, _ = launched()
+    enter(context)
+    assert current() is context
+    assert in_thread() is context
+    assert in_thread(contextvars.Context()) is context
+
+
+def test_ranks_that_are_threads() -> None:
+    found: dict[int, RankContext] = {}
+
+    def be(number: int) -> None:
+        context, _, _ = launched(number)
+        enter(context, whole_process=False)
+        inherited = contextvars.copy_context()
+        assert in_thread(inherited) is context
+        found[number] = current()
+
+    threads = [threading.Thread(target=be, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {number: context.rank for number, context in found.items()} == {0: 0, 1: 1}
+    assert not current().launched
+
+
+def test_first_questions_from_many_threads_get_one_answer() -> None:
+    barrier = threading.Barrier(8)
+    found = []
+
+    def ask() -> None:
+        barrier.wait()
+        found.append(current())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(context) for context in found}) == 1
+
+
+def _in_child(act: Any) -> int:
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(int(act()))
+        except BaseException:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_knows_its_rank_and_says_nothing() -> None:
+    context, told, _ = launched()
+    enter(context)
+
+    def child() -> int:
+        assert current().rank == 1
+        current().notice("from a loader's worker")
+        current().metric({"loss": 1.0})
+        current().bar(bar=1, name="b", n=1)
+        return len(told)
+
+    assert _in_child(child) == 0
+    current().notice("from the rank")
+    assert len(told) == 1
+
+
+# ---- what it says --------------------------------------------------------------------------
+
+
+def test_reports_of_a_launched_rank() -> None:
+    context, told, _ = launched()
+    context.metric({"loss": 0.5}, 3)
+    context.bar(bar=7, name="epoch", n=2, total=10, unit="b", postfix="loss=1", closed=True)
+    context.notice("mind")
+    metric, bar, notice = told
+    assert isinstance(metric, wire.Metric)
+    assert (metric.values, metric.step) == ({"loss": 0.5}, 3)
+    assert isinstance(bar, wire.Bar)
+    assert (bar.bar, bar.name, bar.n, bar.total, bar.unit, bar.postfix, bar.closed) == (
+        7,
+        "epoch",
+        2,
+        10,
+        "b",
+        "loss=1",
+        True,
+    )
+    assert isinstance(notice, wire.Notice)
+    assert {(m.run, m.rank, m.process) for m in told} == {("r", 1, os.getpid())}
+
+
+def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
+    import numpy as np
+    import torch
+
+    context, told, _ = launched()
+    numbers: dict[str, Any] = {
+        "a": np.float32(0.5),
+        "b": np.int64(3),
+        "c": torch.tensor(2.0),
+        "d": True,
+    }
+    context.metric(numbers)
+    assert isinstance(told[0], wire.Metric)
+    assert repr(told[0].values) == "{'a': 0.5, 'b': 3.0, 'c': 2.0, 'd': 1.0}"
+    encode(told[0])
+
+
+def test_a_step_is_a_whole_number_that_a_message_can_carry() -> None:
+    import numpy as np
+
+    context, told, _ = launched()
+    for step in (np.int64(3), 3.0, 2**63 - 1):
+        context.metric({}, step)  # type: ignore[arg-type]
+        encode(told[-1])
+    assert [message.step for message in told] == [3, 3, 2**63 - 1]  # type: ignore[attr-defined]
+    for step in (2**70, float("inf"), "three"):
+        with pytest.raises(ConfigError, match="step="):
+            context.metric({}, step)  # type: ignore[arg-type]
+
+
+def test_values_are_those_of_the_moment() -> None:
+    context, told, _ = launched()
+    values = {"loss": 0.5}
+    context.metric(values)
+    values["loss"] = 9.0
+    assert isinstance(told[0], wire.Metric)
+    assert told[0].values == {"loss": 0.5}
+
+
+def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops() -> None:
+    context = RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    context.metric({"loss": 1.0}, 1)
+    context.bar(bar=1, name="b", n=1)
+    context.notice("x")
+    context.count_batch(5)
+    context.count_step(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert context.should_stop() is False
+
+
+# ---- counting ------------------------------------------------------------------------------
+
+
+def test_batches_of_several_passes() -> None:
+    context, _, board = launched()
+    row = board.row(1)
+    seen = []
+    # The third pass is left after two of its five batches, the last one resumed after three. A
+    # loader's length may be an integer of NumPy's.
+    five: Any = np.int64(5)
+    passes = ((3, (1, 2, 3)), (3, (1, 2, 3)), (5, (1, 2)), (None, (1, 2)), (5, (1,)), (5, (4, 5)))
+    for total, numbers in passes:
+        for number in numbers:
+            context.count_batch(five if total == 5 else total, number)
+            seen.append((row.batches, row.pass_start, row.total_batches))
+    assert seen == [
+        *((n, 0, 3) for n in (1, 2, 3)),
+        *((n, 3, 3) for n in (4, 5, 6)),
+        *((n, 6, 5) for n in (7, 8)),
+        *((n, 8, 0) for n in (9, 10)),
+        (11, 10, 5),
+        *((n, 8, 5) for n in (12, 13)),
+    ]
+    assert board.row(0).batches == 0
+
+
+def test_steps_and_the_memory_now_and_then() -> None:
+    context, _, board = launched()
+    asked = []
+
+    def memory() -> DeviceMemory:
+        asked.append(1)
+        return DeviceMemory(2**33, 2**34, 2**35)
+
+    for _ in range(1000):
+        context.count_step(memory)
+    assert board.row(1).steps == 1000
+    row = board.row(1)
+    assert (row.device_memory, row.device_peak, row.device_limit) == (2**33, 2**34, 2**35)
+    assert 1 <= len(asked) < 100
+    context.count_step(lambda: None)
+    context.count_step()
+    assert board.row(1).steps == 1002
+
+
+# ---- stop ----------------------------------------------------------------------------------
+
+
+def test_a_function_that_reads_learns_of_the_stop_and_goes_on() -> None:
+    board = Scoreboard(2)
+    contexts = [launched(number, board)[0] for number in range(2)]
+    assert [context.should_stop() for context in contexts] == [False, False]
+    stop(board)
+    assert [context.should_stop() for context in contexts] == [True, True]
+    for context in contexts:
+        context.count_batch()
+    assert [context.should_stop() for context in contexts] == [True, True]
+
+
+def test_a_function_that_never_reads_leaves_at_its_next_batch() -> None:
+    board = Scoreboard(2)
+    contexts = [launched(number, board)[0] for number in range(2)]
+    for context in contexts:
+        context.count_batch(9)
+    stop(board)
+    for context in contexts:
+        context.count_step()
+        with pytest.raises(RunStopped):
+            context.count_batch(9)
+
+
+def test_a_rank_whose_peer_went_on_goes_on_for_one_batch() -> None:
+    board = Scoreboard(2)
+    one, other = (launched(number, board)[0] for number in range(2))
+    other.count_batch()
+    stop(board)
+    one.count_batch()
+    for context in (one, other):
+        with pytest.raises(RunStopped):
+            context.count_batch()

@@ -1,0 +1,173 @@
+"""Interrupts neither tear what must be whole nor get lost."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from notebook_accel.system.interrupts import Latch, held, let_through
+
+
+def _press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_is_raised_at_the_end_of_the_block() -> None:
+    done = []
+
+    def work() -> None:
+        with held() as presses:
+            _press()
+            done.append(presses.count)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_more_than_patience_is_raised_at_once() -> None:
+    done = []
+
+    def work() -> None:
+        with held():
+            _press()
+            done.append("held")
+            _press()
+            done.append("never")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["held"]
+
+
+def test_without_a_limit_all_are_counted() -> None:
+    done = []
+
+    def work() -> None:
+        with held(patience=None) as presses:
+            for _ in range(5):
+                _press()
+                done.append(presses.count)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == [1, 2, 3, 4, 5]
+
+
+def test_inside_of_another_the_outer_one_counts() -> None:
+    done = []
+
+    def work() -> None:
+        with held(patience=None) as outer:
+            with held():
+                _press()
+            done.append(outer.count)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == [1]
+
+
+def test_an_error_of_the_block_stays_when_nobody_pressed() -> None:
+    with pytest.raises(ValueError, match="mine"), held():
+        raise ValueError("mine")
+
+
+def test_in_another_thread_nothing_changes() -> None:
+    handlers = []
+
+    def look() -> None:
+        with held() as presses:
+            handlers.append((signal.getsignal(signal.SIGINT), presses.count))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert handlers == [(signal.default_int_handler, 0)]
+
+
+def test_an_interrupt_right_before_user_code_is_raised_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the looks at what is held and the change of handlers: it was held to the very end."""
+    install = signal.signal
+    done: list[bool] = []
+
+    def press_first(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        _press()
+        return install(*arguments)
+
+    def work() -> None:
+        with held():
+            monkeypatch.setattr(signal, "signal", press_first)
+            with let_through():
+                done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert not done
+
+
+def test_another_thread_lets_nothing_of_the_main_one_through() -> None:
+    """As an inline run in the background, while a cell waits for another run."""
+    done: list[bool] = []
+
+    def work() -> None:
+        with let_through():
+            done.append(True)
+
+    def wait() -> None:
+        with held():
+            _press()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert done == [True]
+
+
+def test_no_interrupt_of_those_who_wait_keeps_a_latch_shut() -> None:
+    """An Event does not pass: one of some hundred interrupts leaves its lock locked."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(2000):
+            latch = Latch()
+            _interrupt_waiting(latch)
+            setter = threading.Thread(target=latch.set, daemon=True)
+            setter.start()
+            setter.join(5)
+            assert not setter.is_alive()
+            assert latch.wait(1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _interrupt_waiting(latch: Latch) -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.0004))
+        while True:
+            latch.wait(0.00002)
+
+
+def test_a_latch_wakes_who_waits() -> None:
+    latch = Latch()
+    threading.Timer(0.05, latch.set).start()
+    began = time.monotonic()
+    assert not latch.wait(0.001)
+    # As long as a session with grace=inf waits for its ranks.
+    assert latch.wait(math.inf)
+    assert time.monotonic() - began < 20
+    latch.set()
+    assert latch.wait(0)

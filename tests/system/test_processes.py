@@ -1,0 +1,132 @@
+"""Ending descendants: many, kept ones, and those that cannot be ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from notebook_accel.system.processes import (
+    adopt_orphans,
+    describe_exit,
+    has_children,
+    kill_descendants,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOBODY = 65534
+
+
+def fork(act: Callable[[], object] = lambda: time.sleep(600)) -> int:
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            act()
+        os._exit(0)
+    return pid
+
+
+def in_child(act: Callable[[], bool]) -> bool:
+    """Whether ``act`` gave True in a process of its own, within 30 seconds."""
+
+    def run() -> None:
+        signal.alarm(30)
+        adopt_orphans()
+        os._exit(0 if act() else 1)
+
+    _, status = os.waitpid(fork(run), 0)
+    return status == 0
+
+
+ZOMBIES = """
+import os, time
+from notebook_accel.system.processes import adopt_orphans, kill_descendants
+
+adopt_orphans()
+pids = {os.fork() or os._exit(0) for _ in range(300)}
+for pid in pids:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+begin = time.process_time()
+assert set(kill_descendants()) == pids
+assert time.process_time() - begin < 1.0
+"""
+
+
+def test_three_hundred_zombies_are_cleared_at_once() -> None:
+    # A small process: each fork of one that has run tests for minutes copies its large page table.
+    subprocess.run([sys.executable, "-c", ZOMBIES], timeout=30, check=True)
+
+
+def test_kept_children_keep_what_is_below_them() -> None:
+    def with_a_child() -> None:
+        fork()
+        time.sleep(600)
+
+    def act() -> bool:
+        kept, other = fork(with_a_child), fork(with_a_child)
+        me = psutil.Process()
+        while len(me.children(recursive=True)) < 4:
+            time.sleep(0.01)
+        below = [child.pid for child in psutil.Process(kept).children()]
+        reaped = kill_descendants(keep=[kept])
+        left = sorted(child.pid for child in me.children(recursive=True))
+        kill_descendants()
+        # The orphan of the other one became ours when its parent died.
+        return len(reaped) == 2 and other in reaped and left == sorted([kept, *below])
+
+    assert in_child(act)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+def test_a_child_of_another_user_is_left_alone() -> None:
+    reader, writer = os.pipe()
+
+    def act() -> bool:
+        theirs = fork()
+        os.write(writer, str(theirs).encode())
+        os.setuid(NOBODY)
+        ours = fork()
+        return kill_descendants() == [ours] and psutil.pid_exists(theirs)
+
+    was_right = in_child(act)
+    os.kill(int(os.read(reader, 100)), signal.SIGKILL)
+    os.close(reader)
+    os.close(writer)
+    assert was_right
+
+
+def test_whether_there_are_children() -> None:
+    def act() -> bool:
+        if has_children():
+            return False
+        pid = fork(lambda: None)
+        had = has_children()
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        # A dead one that nobody waited for, too; and it can still be waited for.
+        had = had and has_children()
+        return had and os.waitpid(pid, 0)[0] == pid and not has_children()
+
+    assert in_child(act)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "number", "text"),
+    [
+        (3, None, "ended with exit code 3"),
+        (0, None, "ended with exit code 0"),
+        (-9, None, "was killed by SIGKILL"),
+        (None, 15, "was killed by SIGTERM"),
+        (None, 41, "was killed by signal 41"),
+    ],
+)
+def test_how_a_process_ended_in_words(exitcode: int | None, number: int | None, text: str) -> None:
+    assert describe_exit(exitcode, number) == text
