@@ -19,6 +19,7 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.markup import element
+from notebook_accel.notebook.sweeps.sweep import attach_sweep
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.text_values import shown
 
@@ -109,8 +110,10 @@ def find_run(run_id: str) -> Run:
     return run_list.find_run(run_id, view=_view_of_past)
 
 
-def attach(run_id: str, *, view: str = "auto") -> Run:
+def attach(run_id: str, *, view: str = "auto") -> Any:
     """Return the handle of a detached run (``notebook_launcher(..., block=False, detach=True)``).
+
+    With the id of a detached sweep, go on with that, and return its ``Sweep``.
 
     It is meant for a new kernel, after the one that launched the run. A run that still goes on is
     shown live, and its Stop button works. The handle of a run that has ended has its results, logs
@@ -131,6 +134,9 @@ def attach(run_id: str, *, view: str = "auto") -> Run:
         >>> again[0]
         1
     """
+    found = attach_sweep(run_id, view=view)
+    if found is not None:
+        return found
     live = partial(choose_view, view, waits=False)
     return detached.attach(run_id, view=live, view_of_past=_view_of_past)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -81,6 +83,20 @@ def test_a_failing_trial_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFix
     assert "ZeroDivisionError: division by zero" in shown
 
 
+def test_a_trial_whose_rank_is_killed_is_a_row_that_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def dies(number: int) -> int:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    found = on_cpu(dies, {"number": [0, 1, 2]}, concurrent=1)
+    assert [run.status for run in found] == ["succeeded", "failed", "succeeded"]
+    found.show()
+    assert re.search(r"failed +1 .*SIGKILL", capsys.readouterr().out)
+
+
 def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them() -> None:
     def fails(number: int) -> None:
         raise ValueError(f"number {number}")
@@ -129,7 +145,7 @@ def test_bad_input_starts_nothing() -> None:
         ("mode='lowest'", {"lr": [1]}, {"mode": "lowest"}),
         ("needs metric=", {"lr": [1]}, {"rounds": 8}),
         ("rounds=0", {"lr": [1]}, {"rounds": 0}),
-        ("detach", {"lr": [1]}, {"detach": True}),
+        ("cannot be paused", {"lr": [1]}, {"detach": True, "rounds": 2, "metric": "loss"}),
         ("engine='ray'", {"lr": [1]}, {"engine": "ray"}),
         ("view='big'", {"lr": [1]}, {"view": "big"}),
     ]:
@@ -206,7 +222,26 @@ def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each() 
     assert states == ["PRUNED", "COMPLETE", "PRUNED", "PRUNED"]
 
 
-def test_a_stop_ends_paused_trials_and_what_cannot_be_paused_goes_on() -> None:
+def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goes_on() -> None:
+    optuna = pytest.importorskip("optuna")
+    asked = {"metric": "loss", "concurrent": 1, "rounds": 3}
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
+    found = on_cpu(epoch, {"lr": [0.1, float("nan")]}, pruner=pruner, **asked)
+    assert found.to_pandas()["state"].tolist() == ["succeeded", "pruned"]
+    assert found.best is found.runs[0]
+
+    def reads_no_point(lr: float) -> float:
+        accelerator = Accelerator(cpu=True)
+        for step in range(30):
+            accelerator.log({"loss": lr}, step=step)
+            time.sleep(0.1)
+        return lr
+
+    found = on_cpu(reads_no_point, {"lr": [0.1, 0.2]}, **asked)
+    assert [run.results for run in found] == [[0.1], [0.2]]
+
+
+def test_a_stop_ends_paused_trials() -> None:
     asked = {"metric": "loss", "concurrent": 1, "rounds": 8, "block": False}
     found = on_cpu(epoch, {"lr": [0.1, 0.2, 0.3]}, kwargs={"seconds": 0.2}, **asked)
     eventually(lambda: len(found) == 3, within=SOON, what="the third has its turn")
@@ -323,3 +358,48 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
         assert "the sweep was interrupted" in reply.traceback[-1]
         ended = "all(run.state.has_ended for run in runs())"
         assert notebook.run(f"print(len(runs()) - before, {ended})") == "1 True\n"
+
+
+@pytest.mark.parametrize("pruner", ["None", "optuna.pruners.NopPruner()"])
+def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
+    pruner: str, tmp_path: Path
+) -> None:
+    began = tmp_path / "began"
+    began.touch()
+    with open_notebook() as notebook:
+        notebook.run(
+            f"""
+            import optuna, time
+            from notebook_accel import Accelerator, sweep
+
+            def train(lr):
+                with open({str(began)!r}, "a") as file:
+                    print(lr, file=file)
+                accelerator = Accelerator(cpu=True)
+                for step in range(20):
+                    accelerator.log({{"loss": lr / (step + 1)}}, step=step)
+                    time.sleep(0.05)
+                return lr
+            s = sweep(
+                train, {{"lr": [4, 3, 2, 1]}}, metric="loss", pruner={pruner}, concurrent=1,
+                detach=True, block=False, devices="cpu",
+            )
+            """
+        )
+        name = notebook.run("print(s.id)").strip()
+        eventually(lambda: began.read_text().count("\n") == 2, within=SOON, what="two began")
+        os.kill(notebook.pid, signal.SIGKILL)
+        with open_notebook() as other:
+            shown = other.run(
+                f"""
+                from notebook_accel import attach
+                s = attach({name!r}).wait()
+                states = s.study and [trial.state.name for trial in s.study.trials]
+                print([run[0] for run in s], s.best[0], states)
+                """
+            )
+            states = None if pruner == "None" else ["COMPLETE"] * 4
+            assert shown.endswith(f"[4, 3, 2, 1] 1 {states}\n")
+            assert began.read_text().split() == ["4", "3", "2", "1"]
+            again = f"s = attach({name!r}).wait(); print(len(s), s.best[0])"
+            assert other.run(again).endswith("4 1\n"), "an ended one, too"

@@ -21,6 +21,7 @@ from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import PanelBox
 from notebook_accel.notebook.markup import element, shorten, style_element
 from notebook_accel.notebook.sweeps import table
+from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.views import dashboard_in
 from notebook_accel.notebook.widgets import PanelWidgets
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.notebook.dashboard import Dashboard
-    from notebook_accel.notebook.sweeps.trial import Trial
 
 
 class SweepPanel:
@@ -47,7 +47,6 @@ class SweepPanel:
         self,
         kernel: Any,
         slot: DisplaySlot,
-        *,
         stop: Callable[[], None],
         clone: Callable[[Trial, Mapping[str, Any]], int],
         hasten: Callable[[Trial], None],
@@ -81,29 +80,21 @@ class SweepPanel:
             continuous_update=False,
             classes="na-search",
         )
-        stop_all, self._stop, self._hasten, cloned, close = buttons = [
-            widgets.make(ipywidgets.Button, description=name, tooltip=about, classes=classes)
-            for name, about, classes in (
-                ("Stop", "Start no further trial, and stop those that run", "na-stop"),
-                ("Stop trial", "Stop this trial at its next batch", "na-small-button"),
-                ("Next", "Let this trial have the next free devices", "na-small-button"),
-                (
-                    "Clone",
-                    "Add a trial with these arguments and the changes typed before",
-                    "na-small-button",
-                ),
-                ("Close", "Show no trial", "na-small-button"),
-            )
-        ]
-        acts: tuple[Callable[[Trial], object], ...] = (
-            lambda trial: trial.end(),
-            hasten,
-            self._add_clone,
-        )
-        stop_all.on_click(lambda _: stop())
-        for button, act in zip(buttons[1:4], acts, strict=True):
-            button.on_click(lambda _, act=act: self._on_trial(act))
-        close.on_click(lambda _: setattr(self._picker, "value", None))
+        act = self._on_trial
+        asks: dict[str, tuple[str, Callable[[], object]]] = {
+            "Stop": ("Start no further trial, and stop those that run", stop),
+            "Stop trial": ("Stop this trial at its next batch", lambda: act(Trial.end)),
+            "Next": ("Let this trial have the next free devices", lambda: act(hasten)),
+            "Clone": ("Add a trial with the changes typed before", lambda: act(self._add_clone)),
+            "Close": ("Show no trial", lambda: setattr(self._picker, "value", None)),
+        }
+        buttons = []
+        for name, (about, ask) in asks.items():
+            kind = "na-stop" if name == "Stop" else "na-small-button"
+            button = widgets.make(ipywidgets.Button, description=name, tooltip=about, classes=kind)
+            button.on_click(lambda _, ask=ask: ask())
+            buttons.append(button)
+        stop_all, self._stop, self._hasten, cloned, close = buttons
         self._picker.observe(self._on_pick, names="value")
         for widget in (self._picker, self._changes, *buttons):
             self.clicks.let_through(widget)

@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from copy import copy
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import shown
+
+if TYPE_CHECKING:
+    from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
 
 _EXPECTED = (
     'expected a dictionary of lists ({"lr": [0.1, 0.01]}), a list of dictionaries, or a dictionary '
@@ -32,22 +35,15 @@ class Arguments:
         num_trials: how many trials there are.
     """
 
-    def __init__(
-        self,
-        space: Any,
-        *,
-        mode: str,
-        metric: str | None,
-        num_trials: int | None,
-        sampler: Any,
-        pruner: Any,
-    ) -> None:
+    def __init__(self, asked: Mapping[str, Any], folder: SweepFolder) -> None:
         """Check the space; make the study if one is needed.
 
         Raises:
             ConfigError: the space is empty or no space, or an argument does not go with it.
             ImportError: Optuna is needed, and is not installed.
         """
+        space, metric, num_trials = asked["space"], asked["metric"], asked["num_trials"]
+        sampler, pruner = asked["sampler"], asked["pruner"]
         self.study: Any = None
         self._points: list[dict[str, Any]] | None = None
         self._distributions: dict[str, Any] = {}
@@ -80,8 +76,15 @@ class Arguments:
             raise ImportError(
                 "distributions, samplers and pruners of a sweep are Optuna's: pip install optuna"
             ) from None
+        from optuna.storages import journal
+
+        folder.make()
+        file = journal.JournalFileBackend(str(folder.path / "study.log"))
         self.study = optuna.create_study(
-            direction="minimize" if mode == "min" else "maximize",
+            storage=optuna.storages.JournalStorage(file),
+            study_name=folder.id,
+            load_if_exists=True,
+            direction="minimize" if asked["mode"] == "min" else "maximize",
             sampler=sampler,
             pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
         )
@@ -97,15 +100,38 @@ class Arguments:
         self.num_trials += 1
         return self._num_asked + len(self._added) - 1
 
-    def ask(self) -> tuple[dict[str, Any], Any]:
-        """Return the arguments of the next trial, and its Optuna trial (None without a study)."""
+    def ask(self) -> tuple[dict[str, Any], Any, bool]:
+        """Return the next trial's arguments, Optuna trial (or None), and whether it was added."""
         self._num_asked += 1
         if self._added:
-            return self._added.popleft(), None
+            return self._added.popleft(), None, True
         asked: Any = None if self.study is None else self.study.ask(self._distributions)
         if self._points is None:
-            return asked.params, asked
-        return next(self._unused), asked
+            return asked.params, asked, False
+        return next(self._unused), asked, False
+
+    def ask_again(self, record: TrialRecord) -> tuple[Any, int, bool]:
+        """Note a trial that another kernel began.
+
+        Returns:
+            Its Optuna trial (None if the study knows its end), its last step, and whether it was
+            pruned.
+        """
+        self._num_asked += 1
+        if record.is_added:
+            self.num_trials += 1
+        elif self._points is not None:
+            next(self._unused)
+        if record.asked is None:
+            return None, -1, False
+        from optuna.trial import Trial, TrialState
+
+        frozen = self.study.trials[record.asked]
+        step = -1 if frozen.last_step is None else frozen.last_step
+        if frozen.state.is_finished():
+            return None, step, frozen.state == TrialState.PRUNED
+        # A file of its own has this study alone: ids are numbers there.
+        return Trial(self.study, record.asked), step, False
 
     def should_prune(self, asked: Any) -> bool:
         """Return whether the pruner ends a trial after its turn."""

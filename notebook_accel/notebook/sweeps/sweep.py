@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,7 +24,7 @@ from notebook_accel.actions.messages import Action
 from notebook_accel.config import resolve
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch import run_list
+from notebook_accel.launch import detached, run_list
 from notebook_accel.launch.preflight import check_call
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
@@ -33,10 +34,11 @@ from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of
 from notebook_accel.notebook.sweeps import table
+from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
 from notebook_accel.notebook.sweeps.leases import Leases
 from notebook_accel.notebook.sweeps.panel import SweepPanel
 from notebook_accel.notebook.sweeps.space import Arguments
-from notebook_accel.notebook.sweeps.trial import Trial
+from notebook_accel.notebook.sweeps.trial import Trial, in_a_line
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.system.interrupts import held
@@ -64,6 +66,7 @@ class Sweep:
     order of the trials.
 
     Attributes:
+        id: name of the sweep's folder, by which ``attach`` finds it if it was detached.
         study: the Optuna study; None for a grid or list without a pruner.
 
     Example:
@@ -75,48 +78,42 @@ class Sweep:
 
     def __init__(
         self,
-        name: str,
+        asked: Mapping[str, Any],
+        folder: SweepFolder,
         arguments: Arguments,
         leases: Leases,
         launch: Callable[[dict[str, Any], tuple[int, ...]], Run],
-        *,
-        metric: str | None,
-        mode: str,
-        max_failures: int,
-        rounds: int,
         check: Callable[[Mapping[str, Any]], None],
-        view: str,
     ) -> None:
-        self.study = arguments.study
-        self._name = name
+        self.id, self.study = folder.id, arguments.study
+        self._folder, self._check = folder, check
+        function, view = asked["function"], asked["launch"].get("view", "auto")
+        self._name = one_line(str(getattr(function, "__name__", type(function).__name__)), 60)
         self._arguments, self._leases, self._launch = arguments, leases, launch
-        self._check, self._rounds = check, rounds
-        self._metric, self._mode, self._max_failures = metric, mode, max_failures
+        self._metric, self._mode, self._rounds = asked["metric"], asked["mode"], asked["rounds"]
+        self._max_failures = asked["max_failures"]
         self._trials: list[Trial] = []
         self._running: list[Trial] = []
         self._paused: list[Trial] = []
-        self._said_of_turns = ""
+        self._said = ""
         self._failures: Counter[tuple[Any, ...]] = Counter()
         self._first_error: dict[tuple[Any, ...], BaseException] = {}
         self._error: BaseException | None = None
+        for record in folder.trials():
+            self._take_up(record)
         self._stop_asked, self._ended = threading.Event(), threading.Event()
         self._kernel, self._is_shown = clicks.find_kernel(), view != "none"
         self._slot = DisplaySlot()
         self._panel: SweepPanel | None = None
         self._drawn = 0.0
         if isinstance(choose_view(view), Dashboard):
-            self._panel = SweepPanel(
-                self._kernel,
-                self._slot,
-                stop=self.stop,
-                clone=self._add_clone,
-                hasten=self._hasten,
-            )
-            self._panel.draw(self._title(), [], metric, [])
+            acts = self.stop, self._add_clone, self._hasten
+            self._panel = SweepPanel(self._kernel, self._slot, *acts)
+            self._panel.draw(self._title(), [], self._metric, [])
             self._panel.show(f"sweep of {self._title()}")
         elif self._kernel is not None and self._is_shown:
             self._slot.show(self._bundle())
-        start_thread(self._conduct, name=f"notebook-accel sweep of {name}")
+        start_thread(self._conduct, name=f"notebook-accel sweep of {self._name}")
 
     # ---- for the person --------------------------------------------------------------------
 
@@ -298,19 +295,37 @@ class Sweep:
         devices = self._leases.take()
         if devices is None:
             return None
-        arguments, asked = self._arguments.ask()
+        arguments, asked, is_added = self._arguments.ask()
         run = self._launch(arguments, devices)
+        if self._folder.has_call:
+            number = None if asked is None else asked.number
+            self._folder.add(TrialRecord(run.id, arguments, number, is_added))
         number = len(self._trials)
         trial = Trial(number=number, arguments=arguments, run=run, asked=asked, rounds=self._rounds)
         self._trials.append(trial)
         return trial
+
+    def _take_up(self, record: TrialRecord) -> None:
+        """Follow a trial that another kernel began: it goes on, or has ended."""
+        asked, step, pruned = self._arguments.ask_again(record)
+        try:
+            view = partial(choose_view, "none")
+            run = detached.attach(record.run, view=view, view_of_past=view)
+        except NotebookAccelError as error:
+            self._said = f"a trial is left out: {one_line(str(error), 200)}"
+            return
+        number = len(self._trials)
+        trial = Trial(number=number, arguments=record.arguments, run=run, asked=asked)
+        trial.last_step, trial.pruned = step, pruned
+        self._trials.append(trial)
+        self._running.append(trial)
 
     def _can_begin(self, first: Trial) -> bool:
         """Return whether a further trial begins before ``first``, which is paused, goes on."""
         needed = max(sum(rank.memory or 0 for rank in one.run.state.ranks) for one in self._paused)
         has_room = psutil.virtual_memory().available > needed
         if not has_room:
-            self._said_of_turns = (
+            self._said = (
                 f"host memory is short: at most {len(self._paused)} trials are paused at a time"
             )
         return has_room and not first.is_next
@@ -344,7 +359,7 @@ class Sweep:
             elif not trial.has_ended:
                 trial.turns = self._rounds
                 why = one_line(str(pausing.exception()), 200)
-                self._said_of_turns = f"trial {trial.number} could not be paused: {why}"
+                self._said = f"trial {trial.number} could not be paused: {why}"
         elif pausing is None and trial.has_had_its_turn and not trial.pruned:
             trial.end_turn()
             if self._arguments.has_more or self._paused:
@@ -421,11 +436,13 @@ class Sweep:
         return f"{self._name}: {', '.join(parts)}"
 
     def _notes(self) -> list[str]:
-        notes = [self._said_of_turns] if self._said_of_turns else []
+        notes = [self._said] if self._said else []
+        if self._folder.has_call and not self._ended.is_set():
+            notes.append(f"goes on after a restart of the kernel: attach({self.id!r})")
         if self._leases.awaited:
             notes.append(f"waits for devices of {one_line(self._leases.awaited, 200)}")
         if self._error is not None:
-            last = str(self._error).strip().rpartition("\n")[2]
+            last = in_a_line(getattr(self._error, "traceback", ""), str(self._error))
             notes.append(f"ended early: {one_line(last, 200)}")
         return notes
 
@@ -517,7 +534,8 @@ def sweep(
             other failed trials are rows of the table.
         engine: "auto" or "local".
         block: wait for the end of all trials. False returns at once.
-        detach: only False for now.
+        detach: if the kernel ends, trials that run go on, and ``attach(sweep.id)`` in another
+            kernel goes on with the sweep; trials that have ended are not run again.
         args, kwargs: further arguments of the function, the same in all trials.
         **launch: further arguments of ``notebook_launcher``.
 
@@ -544,84 +562,89 @@ def sweep(
         >>> len(s), s.best[0]
         (4, (0.1, 1))
     """
+    asked = {**locals()}
     with show_in_short():
-        kwargs = {} if kwargs is None else kwargs
-        as_choice("mode", mode, ["min", "max"])
-        as_flag("block", block)
-        num_processes = as_count("num_processes", num_processes)
-        max_failures = as_count("max_failures", max_failures)
-        concurrent = None if concurrent is None else as_count("concurrent", concurrent)
-        if metric is not None and not isinstance(metric, str):
-            raise ConfigError(f"metric={shown(metric)}: expected the name of a logged value")
-        rounds = as_count("rounds", rounds)
-        if rounds > 1 and metric is None:
-            raise ConfigError(f"rounds={rounds} needs metric=: a turn ends at a value of it")
-        _check_is_there(engine=engine, detach=detach)
-        _check_launch(launch)
-        arguments = Arguments(
-            space, mode=mode, metric=metric, num_trials=num_trials, sampler=sampler, pruner=pruner
+        return _sweep(asked, SweepFolder())
+
+
+def attach_sweep(sweep_id: str, *, view: str) -> Sweep | None:
+    """Go on with a detached sweep of another kernel; None if there is no such sweep."""
+    folder = SweepFolder(sweep_id)
+    if not folder.has_call:
+        return None
+    asked = folder.load_call()
+    launch = {**asked["launch"], "view": view}
+    return _sweep({**asked, "launch": launch, "block": False}, folder)
+
+
+def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
+    """Check the arguments of ``sweep``, and begin, or go on with what the folder has."""
+    function, args, kwargs = asked["function"], asked["args"], asked["kwargs"] or {}
+    launch = {**asked["launch"], "num_processes": as_count("num_processes", asked["num_processes"])}
+    launch["engine"] = asked["engine"]
+    _check_asked(asked)
+    _check_launch(asked["launch"])
+    arguments = Arguments(asked, folder)
+
+    def check(chosen: Mapping[str, Any]) -> None:
+        _check_names(function, chosen)
+        check_call(function, args, {**kwargs, **chosen})
+
+    for sample in arguments.samples:
+        if twice := [name for name in sample if name in kwargs]:
+            raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
+        check(sample)
+    choose_view(launch.get("view", "auto"))  # for its check alone
+    config, _ = resolve(settings_of(launch), launch.get("config"))
+    leases = Leases(config, asked["concurrent"])
+    of_call = {name: launch[name] for name in ("timeout",) if name in launch}
+    env = dict(config.env or {})
+    if leases.at_a_time > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
+        env["OMP_NUM_THREADS"] = str(leases.num_threads)
+
+    def start(chosen: dict[str, Any], devices: tuple[int, ...]) -> Run:
+        return notebook_launcher(
+            function,
+            args,
+            kwargs={**kwargs, **chosen},
+            config=replace(config, env=env, devices=devices or config.devices),
+            block=False,
+            detach=asked["detach"],
+            view="none",
+            name=wording.arguments((), chosen) or None,
+            **of_call,
         )
 
-        def check(chosen: Mapping[str, Any]) -> None:
-            _check_names(function, chosen)
-            check_call(function, args, {**kwargs, **chosen})
-
-        for sample in arguments.samples:
-            if twice := [name for name in sample if name in kwargs]:
-                raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
-            check(sample)
-        view = launch.pop("view", "auto")
-        choose_view(view)  # for its check alone
-        settings = {**launch, "num_processes": num_processes, "engine": engine}
-        config, _ = resolve(settings_of(settings), launch.pop("config", None))
-        leases = Leases(config, concurrent)
-        of_call = {name: launch[name] for name in ("timeout",) if name in launch}
-        env = dict(config.env or {})
-        if leases.at_a_time > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
-            env["OMP_NUM_THREADS"] = str(leases.num_threads)
-
-        def start(chosen: dict[str, Any], devices: tuple[int, ...]) -> Run:
-            return notebook_launcher(
-                function,
-                args,
-                kwargs={**kwargs, **chosen},
-                config=replace(config, env=env, devices=devices or config.devices),
-                block=False,
-                view="none",
-                name=wording.arguments((), chosen) or None,
-                **of_call,
-            )
-
-        name = one_line(str(getattr(function, "__name__", type(function).__name__)), 60)
-        found: Sweep | None = None
-        try:
-            with held():
-                found = Sweep(
-                    name,
-                    arguments,
-                    leases,
-                    start,
-                    metric=metric,
-                    mode=mode,
-                    max_failures=max_failures,
-                    rounds=rounds,
-                    check=check,
-                    view=view,
-                )
-            return found.wait() if block else found
-        except KeyboardInterrupt as error:
-            if found is not None:
-                found._end_now()
-                error.sweep = found  # type: ignore[attr-defined]
-                error.run = found.runs[-1] if found.runs else None  # type: ignore[attr-defined]
-                error.args = error.args or ("the sweep was interrupted; its trials are in runs()",)
-            raise
+    if asked["detach"] and not folder.has_call:
+        folder.save_call(asked)
+    found: Sweep | None = None
+    try:
+        with held():
+            found = Sweep(asked, folder, arguments, leases, start, check)
+        return found.wait() if asked["block"] else found
+    except KeyboardInterrupt as error:
+        if found is not None:
+            found._end_now()
+            error.sweep = found  # type: ignore[attr-defined]
+            error.run = found.runs[-1] if found.runs else None  # type: ignore[attr-defined]
+            error.args = error.args or ("the sweep was interrupted; its trials are in runs()",)
+        raise
 
 
-def _check_is_there(*, engine: object, detach: object) -> None:
-    """Refuse what is not built yet."""
-    if as_flag("detach", detach):
-        raise ConfigError("detach=True: a sweep ends with its kernel for now; leave it out")
+def _check_asked(asked: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``sweep`` that are invalid, or do not go together."""
+    as_choice("mode", asked["mode"], ["min", "max"])
+    as_flag("block", asked["block"])
+    as_count("max_failures", asked["max_failures"])
+    if asked["concurrent"] is not None:
+        as_count("concurrent", asked["concurrent"])
+    metric, rounds, engine = asked["metric"], as_count("rounds", asked["rounds"]), asked["engine"]
+    if metric is not None and not isinstance(metric, str):
+        raise ConfigError(f"metric={shown(metric)}: expected the name of a logged value")
+    if rounds > 1 and metric is None:
+        raise ConfigError(f"rounds={rounds} needs metric=: a turn ends at a value of it")
+    if as_flag("detach", asked["detach"]) and rounds > 1:
+        raise ConfigError(f"detach=True with rounds={rounds}: detached trials cannot be paused")
     if engine not in ("auto", "local"):
         raise ConfigError(
             f"engine={shown(engine)}: trials run on this machine for now. Leave it out; or launch "

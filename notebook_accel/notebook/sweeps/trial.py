@@ -40,6 +40,7 @@ class Trial:
         rounds: its turns, of which the last one lasts until its end.
         turns: those that are over.
         pausing: done once it is paused, or could not be.
+        last_step: that of the value that was reported last.
         is_next: whether it goes on before all others, once it is paused.
         logged: the names of all that it logged.
         curve: the values that it logged.
@@ -59,7 +60,7 @@ class Trial:
     logged: dict[str, None] = field(default_factory=dict)
     curve: Curve = field(default_factory=lambda: Curve(_STRETCHES))
     _tail: MetricTail = field(init=False)
-    _step: int = -1
+    last_step: int = -1
     _num_reports: int = 0
     _turn_began: int = 0
     _has_new: bool = False
@@ -96,11 +97,11 @@ class Trial:
         is_better = self.best is None or (value < self.best if mode == "min" else value > self.best)
         if math.isfinite(value) and is_better:
             self.best = value
-        step = self._step + 1 if step is None else step
-        is_new = step > self._step and self._num_reports < _MAX_REPORTS
+        step = self.last_step + 1 if step is None else step
+        is_new = step > self.last_step and self._num_reports < _MAX_REPORTS
         if self.asked is None or self.pruned or not is_new or self.turns < self.rounds - 1:
             return False
-        self._step, self._num_reports = step, self._num_reports + 1
+        self.last_step, self._num_reports = step, self._num_reports + 1
         self.asked.report(value, step)
         return bool(self.asked.should_prune())
 
@@ -118,7 +119,7 @@ class Trial:
     def end_turn(self) -> None:
         """Count a turn, and report the newest value under its number: all trials have that."""
         self.turns += 1
-        self._step, self._has_new = self.turns, False
+        self.last_step, self._has_new = self.turns, False
         self._turn_began = self.run.state.ranks[0].batches
         if self.asked is not None and self.newest is not None:
             self.asked.report(self.newest, self.turns)
@@ -142,13 +143,17 @@ class Trial:
         return (last.partition(":")[0], *places[-1:], error.exitcode, error.signal)
 
     def last_line_of_error(self) -> str:
-        """Return the last line of the failure, for the table; "" if there is none."""
+        """Return what the failure was, for the table; "" if there is none."""
         failure = self.run.state.failure
-        text = "" if failure is None else failure.traceback or failure.message
-        return text.strip().rpartition("\n")[2]
+        return "" if failure is None else in_a_line(failure.traceback, failure.message)
 
     def end(self, *, at_once: bool = False) -> None:
         """Ask the run to stop, or kill it, unless it has ended."""
         with contextlib.suppress(OSError):
             if not self.has_ended:
                 self.run.kill() if at_once else self.run.stop()
+
+
+def in_a_line(traceback: str, message: str) -> str:
+    """Return a traceback's last line; without one, as of a killed rank, the message's first."""
+    return traceback.strip().rpartition("\n")[2] or message.strip().partition("\n")[0]

@@ -1,0 +1,82 @@
+"""The folder of a sweep on disk, by which another kernel goes on with it.
+
+runs folder/sweeps/20260131-120000-1a2b3c/
+  study.log    the Optuna study, if there is one
+  call.pkl     the arguments of ``sweep``            } with detach=True
+  trials.pkl   a record for each trial that began    }
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cloudpickle
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.control.run_folder import new_run_id, runs_folder
+from notebook_accel.system.own_files import make_folder, own_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+# The newest stay.
+_KEPT_SWEEPS = 50
+
+
+class TrialRecord(NamedTuple):
+    """A trial that began: its run's id, its number in the study, and whether a person added it."""
+
+    run: str
+    arguments: dict[str, Any]
+    asked: int | None
+    is_added: bool
+
+
+class SweepFolder:
+    """The folder of one sweep, which is made once something is written there."""
+
+    def __init__(self, sweep_id: str = "") -> None:
+        self.id = sweep_id or new_run_id()
+        self._root = runs_folder() / "sweeps"
+        self.path = self._root / self.id
+
+    def make(self) -> None:
+        make_folder(self.path)
+        for old in sorted(self._root.iterdir())[:-_KEPT_SWEEPS]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    @property
+    def has_call(self) -> bool:
+        return (self.path / "call.pkl").exists()
+
+    def save_call(self, asked: Mapping[str, Any]) -> None:
+        self.make()
+        with open(self.path / "call.pkl", "wb", opener=own_file) as file:
+            cloudpickle.dump(asked, file)
+
+    def load_call(self) -> dict[str, Any]:
+        try:
+            with open(self.path / "call.pkl", "rb", opener=own_file) as file:
+                asked: dict[str, Any] = pickle.load(file)
+                return asked
+        except Exception as error:  # what classes raise that are made again
+            raise NotebookAccelError(
+                f"sweep {self.id} cannot be read ({type(error).__name__}: {error}): import what "
+                "its function uses, and attach again"
+            ) from error
+
+    def add(self, trial: TrialRecord) -> None:
+        with open(self.path / "trials.pkl", "ab", opener=own_file) as file:
+            cloudpickle.dump(tuple(trial), file)
+
+    def trials(self) -> Iterator[TrialRecord]:
+        """Yield the trials that began; one whose record was cut off by the kernel's end is none."""
+        with (
+            contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError),
+            open(self.path / "trials.pkl", "rb", opener=own_file) as file,
+        ):
+            while True:
+                yield TrialRecord(*pickle.load(file))
