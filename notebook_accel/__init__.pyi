@@ -38,7 +38,6 @@ from .training.data.skipping import skip_first_batches as skip_first_batches
 from .training.processes.memory import find_executable_batch_size as find_executable_batch_size
 from .training.processes.seeding import set_seed as set_seed
 from .training.processes.seeding import synchronize_rng_states as synchronize_rng_states
-from .training.settings.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from .training.settings.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
@@ -59,5 +58,6 @@ from .training.state import PartialState as PartialState
 from .training.stepping.gradient_state import GradientState as GradientState
 from .training.stepping.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from .training.stepping.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from .training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 
 __version__: str

@@ -85,7 +85,7 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
     sources = {p.relative_to(TREE).as_posix() for p in PACKAGE.rglob("*") if p.suffix in kinds}
     assert inside == sources
     assert all(texts[name] == (TREE / name).read_bytes() for name in sources)
-    assert {"notebook_accel/py.typed", "notebook_accel/notebook/panel.css"} <= inside
+    assert {"notebook_accel/py.typed", "notebook_accel/render/panel.css"} <= inside
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -2,7 +2,7 @@
 
 from notebook_accel.compat import _accelerate
 from notebook_accel.training.accelerator import Accelerator
-from notebook_accel.training.functions.local_sgd import LocalSGD
+from notebook_accel.training.local_sgd import LocalSGD
 
 from .state import *
 

@@ -15,8 +15,8 @@ import ipywidgets
 from notebook_accel.actions.messages import Action
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
-from notebook_accel.notebook.markup import element, join, shorten
 from notebook_accel.rank.knob_limits import checked
+from notebook_accel.render.markup import element, join, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,9 +14,9 @@ from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.clicks import draws_updates
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.live_panel import LivePanel, PanelBox
-from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
+from notebook_accel.render.panel import Details
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState

@@ -15,7 +15,7 @@ import psutil
 
 from notebook_accel.launch.doctor import FINE, HURTS, SIGNS, STOPS, Finding, as_lines, examine
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.notebook.markup import element
+from notebook_accel.render.markup import element
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,9 +26,11 @@ from notebook_accel.launch.text import wording
 from notebook_accel.notebook.controls import Controls
 from notebook_accel.notebook.display_slot import start_thread, widget_view
 from notebook_accel.notebook.log_view import LogView
-from notebook_accel.notebook.markup import copyable, element, style_element
 from notebook_accel.notebook.metrics_view import MetricsView
-from notebook_accel.notebook.panel import (
+from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
+from notebook_accel.notebook.widgets import PanelWidgets
+from notebook_accel.render.markup import copyable, element, style_element
+from notebook_accel.render.panel import (
     Details,
     fold_of_stacks,
     render_alert,
@@ -36,8 +38,6 @@ from notebook_accel.notebook.panel import (
     render_title,
     stacks_of_hang,
 )
-from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
-from notebook_accel.notebook.widgets import PanelWidgets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.display_slot import DisplaySlot
-    from notebook_accel.notebook.panel import AskedStacks
     from notebook_accel.notebook.snapshot import Snapshot
+    from notebook_accel.render.panel import AskedStacks
 
 
 _STOP_TOOLTIP = (

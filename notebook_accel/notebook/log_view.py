@@ -25,8 +25,8 @@ from markupsafe import Markup
 
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.plain import LineReader
-from notebook_accel.notebook.ansi_colours import ansi_to_markup
-from notebook_accel.notebook.markup import element, join, shorten
+from notebook_accel.render.ansi_colours import ansi_to_markup
+from notebook_accel.render.markup import element, join, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.charts import PAGE_SIZE, render_charts
+from notebook_accel.render.charts import PAGE_SIZE, render_charts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -44,7 +44,7 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
-from notebook_accel.notebook.markup import copyable, element, join, style_element
+from notebook_accel.render.markup import copyable, element, join, style_element
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

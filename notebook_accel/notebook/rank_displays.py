@@ -21,7 +21,7 @@ from markupsafe import Markup
 from notebook_accel.launch import run_list
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.markup import element, join, message_bytes
+from notebook_accel.render.markup import element, join, message_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,9 +18,9 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
-from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.sweeps.sweep import attach_sweep
 from notebook_accel.notebook.views import choose_view
+from notebook_accel.render.markup import element
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:

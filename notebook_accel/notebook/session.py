@@ -38,7 +38,6 @@ from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.debugger import debug
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import show_values
 from notebook_accel.notebook.tracebacks import cell_sources
@@ -52,6 +51,7 @@ from notebook_accel.notebook.worker.calls import (
     NamesCall,
     NamesOutcome,
 )
+from notebook_accel.render.markup import element
 from notebook_accel.system.processes import describe_exit
 
 if TYPE_CHECKING:

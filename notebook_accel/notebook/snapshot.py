@@ -23,24 +23,24 @@ from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.launch.view.steps import step_lines
-from notebook_accel.notebook import charts
-from notebook_accel.notebook.ansi_colours import ansi_to_markup
-from notebook_accel.notebook.markup import (
+from notebook_accel.notebook.rank_displays import other_displays, render_displays
+from notebook_accel.render import charts
+from notebook_accel.render.ansi_colours import ansi_to_markup
+from notebook_accel.render.markup import (
     copy_button,
     element,
     join,
     message_bytes,
     shorten,
 )
-from notebook_accel.notebook.panel import fold_of_stacks, render_steps, stacks_of_hang
-from notebook_accel.notebook.rank_displays import other_displays, render_displays
+from notebook_accel.render.panel import fold_of_stacks, render_steps, stacks_of_hang
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from notebook_accel.launch.control.plotting import Point
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.notebook.panel import AskedStacks
+    from notebook_accel.render.panel import AskedStacks
 
 # It is saved with the notebook, for good: of a hundred runs, 12 MB.
 MAX_BYTES = 120_000

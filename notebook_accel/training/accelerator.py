@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.data.config import DataLoaderConfiguration
     from notebook_accel.training.models.compiling import DynamoBackend, TorchDynamoPlugin
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.handlers import (
         GradientAccumulationPlugin,
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
     )
     from notebook_accel.training.settings.parallelism import ParallelismConfig
     from notebook_accel.training.strategies import Strategy
+    from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
     Path_ = str | os.PathLike[str]
     from collections.abc import Mapping

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.parallelism import ParallelismConfig
+    from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
 _SETTINGS = "accelerator settings"
 

@@ -19,7 +19,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from notebook_accel import wire
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
 from tests.notebook.states import after, logged, metrics, running, with_failed
-from tests.notebook.test_markup import Tags
+from tests.render.test_markup import Tags
 
 if TYPE_CHECKING:
     from notebook_accel.notebook.snapshot import Snapshot

@@ -13,8 +13,8 @@ from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.log_view import LogView
 from tests.notebook.states import after, running
-from tests.notebook.test_markup import Tags
 from tests.notebook.widgets import classes, field, part
+from tests.render.test_markup import Tags
 
 if TYPE_CHECKING:
     import pytest

@@ -10,9 +10,9 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.notebook.log_view import LogWindow
-from notebook_accel.notebook.markup import message_bytes
+from notebook_accel.render.markup import message_bytes
 from tests.notebook.states import after, running
-from tests.notebook.test_markup import HOSTILE, Tags
+from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
     from pathlib import Path

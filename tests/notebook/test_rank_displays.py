@@ -19,7 +19,7 @@ from notebook_accel.notebook.rank_displays import (
 from notebook_accel.notebook.snapshot import render_slim, render_snapshot
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.test_dashboard import Page
-from tests.notebook.test_markup import HOSTILE, Tags
+from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState

@@ -11,10 +11,10 @@ from notebook_accel import wire
 from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.state import RESCUED, Failure
 from notebook_accel.launch.control.verdict import judge
-from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
+from notebook_accel.render.markup import message_bytes
 from tests.notebook.states import after, logged, metrics, running, succeeded, with_failed
-from tests.notebook.test_markup import HOSTILE, Tags
+from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
 from notebook_accel.launch import run_list
-from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.sweeps import table
 from notebook_accel.notebook.sweeps.trial import Trial
+from notebook_accel.render.markup import message_bytes
 from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually
 

@@ -107,7 +107,7 @@ class Adapted(torch.nn.Linear):
 def test_of_an_adapted_model_what_trains_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from notebook_accel.training.functions import fsdp_functions
+    from notebook_accel.training import fsdp_functions
 
     monkeypatch.setattr(fsdp_functions, "_is_of_peft", lambda model: isinstance(model, Adapted))
     accelerator = Accelerator(cpu=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.functions.local_sgd import LocalSGD
+from notebook_accel.training.local_sgd import LocalSGD
 from tests.training.harness import run_ranks
 from tests.training.meshes import Tiny, accelerator_for
 from tests.training.single import forget_states, fresh_rank  # noqa: F401

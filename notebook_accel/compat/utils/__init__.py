@@ -29,7 +29,7 @@ from notebook_accel.training.files.weights import (
     load,
     save,
 )
-from notebook_accel.training.functions.fsdp_functions import *
+from notebook_accel.training.fsdp_functions import *
 from notebook_accel.training.models.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,
@@ -55,7 +55,6 @@ from notebook_accel.training.processes.seeding import (
     synchronize_rng_states,
 )
 from notebook_accel.training.processes.topology import barrier as wait_for_everyone
-from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin, HfDeepSpeedConfig
 from notebook_accel.training.settings.environment import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
@@ -88,7 +87,11 @@ from notebook_accel.training.state import (
 )
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-from notebook_accel.training.strategies.zero_engine import *
+from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import (
+    DeepSpeedPlugin,
+    HfDeepSpeedConfig,
+)
+from notebook_accel.training.strategies.deepspeed.zero_engine import *
 from notebook_accel.training.tracking.registry import LoggerType
 
 from .tqdm import *

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Point
 
-# The most stretches of a curve; a chart is about as many pixels wide (notebook/charts.py).
+# The most stretches of a curve; a chart is about as many pixels wide (render/charts.py).
 _MAX_STRETCHES = 256
 # The most curves of a run, of 80 KB each.
 _MAX_CURVES = 2_000

@@ -19,11 +19,11 @@ from notebook_accel.launch.text import wording
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import PanelBox
-from notebook_accel.notebook.markup import element, shorten, style_element
 from notebook_accel.notebook.sweeps import table
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.views import dashboard_in
 from notebook_accel.notebook.widgets import PanelWidgets
+from notebook_accel.render.markup import element, shorten, style_element
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

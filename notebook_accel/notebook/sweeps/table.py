@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed
-from notebook_accel.notebook.charts import render_together, saved_chart, sparkline
-from notebook_accel.notebook.markup import element, join, message_bytes, shorten
 from notebook_accel.notebook.snapshot import COLOURS
+from notebook_accel.render.charts import render_together, saved_chart, sparkline
+from notebook_accel.render.markup import element, join, message_bytes, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -140,7 +140,7 @@ def _shown(data: dict[str, Any]) -> ShownValue:
 
 
 # What every cell finds from the start; an accelerator is made for the first cell that uses one.
-_TRAINING = "notebook_accel.training.functions.cell_globals"
+_TRAINING = "notebook_accel.training.cell_globals"
 _AT_ONCE = ("rank", "world_size", "device")
 _ACCELERATOR = "accelerator"
 

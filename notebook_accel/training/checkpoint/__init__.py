@@ -34,7 +34,6 @@ from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 from notebook_accel.training.checkpoint.start import Start, candidates, find_damage
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
-from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.pieces import (
     Piece,
@@ -55,6 +54,7 @@ from notebook_accel.training.files.weights import (
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
+from notebook_accel.training.strategies.deepspeed import deepspeed_files
 from notebook_accel.wire import Saved
 
 if TYPE_CHECKING:

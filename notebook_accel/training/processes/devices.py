@@ -50,7 +50,7 @@ _DISTRIBUTED_TYPES = {
 # What a rank alone is called, where that is not DistributedType.NO.
 _LONE_TYPES = {"xla": DistributedType.XLA}
 # Kinds that torch does not know: a module in this folder has what torch's own have for others.
-_DRIVERS = {"xla": "notebook_accel.training.processes.xla"}
+_DRIVERS = {"xla": "notebook_accel.training.xla.xla_processes"}
 HOST = torch.device("cpu")
 
 

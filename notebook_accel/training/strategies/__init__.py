@@ -16,10 +16,10 @@ import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
 if TYPE_CHECKING:
@@ -58,28 +58,32 @@ def _wants_weights_in_parts(request: Request) -> bool:
 
 
 class Choice(NamedTuple):
-    """A strategy's class ``name`` in ``module`` of this package.
+    """A strategy's class ``name`` in ``module``.
 
     The first choice that is asked for is taken.
     """
 
     is_asked_for: Callable[[Request], bool]
     module: str
-    """In this folder. It is imported when it is chosen: torch's sharding alone costs a second and
-    more, which a rank that does not use it is spared."""
+    """Relative to this package. It is imported when it is chosen: torch's sharding alone costs a
+    second and more, which a rank that does not use it is spared."""
     name: str
 
 
 # In order: what was asked for by name comes before what follows from the number of ranks.
 STRATEGIES = {
-    "xla": Choice(lambda request: request.topology.device.type == "xla", "xla", "XlaParallel"),
-    "deepspeed": Choice(
-        lambda request: "deepspeed_plugin" in request.plugins, "deepspeed", "DeepSpeedZero"
+    "xla": Choice(
+        lambda request: request.topology.device.type == "xla", "..xla.xla_strategy", "XlaParallel"
     ),
-    "pipeline": Choice(_wants_stages, "pipeline", "PipelineParallel"),
-    "mesh": Choice(_wants_weights_in_parts, "mesh", "MeshParallel"),
-    "ddp": Choice(lambda request: request.topology.num_processes > 1, "ddp", "DDPStrategy"),
-    "single": Choice(lambda _: True, "spread_models", "TakesSpreadModels"),
+    "deepspeed": Choice(
+        lambda request: "deepspeed_plugin" in request.plugins,
+        ".deepspeed.deepspeed_strategy",
+        "DeepSpeedZero",
+    ),
+    "pipeline": Choice(_wants_stages, ".pipeline", "PipelineParallel"),
+    "mesh": Choice(_wants_weights_in_parts, ".mesh", "MeshParallel"),
+    "ddp": Choice(lambda request: request.topology.num_processes > 1, ".ddp", "DDPStrategy"),
+    "single": Choice(lambda _: True, ".spread_models", "TakesSpreadModels"),
 }
 
 # Arguments of ``Accelerator`` by which users choose a strategy.
@@ -114,7 +118,7 @@ def resolve_plugins(arguments: Mapping[str, Any]) -> dict[str, StrategyPlugin]:
 def make_strategy(request: Request) -> Strategy:
     """Import and make the first strategy in ``STRATEGIES`` whose condition the request meets."""
     choice = next(choice for choice in STRATEGIES.values() if choice.is_asked_for(request))
-    module = importlib.import_module(f"{__name__}.{choice.module}")
+    module = importlib.import_module(choice.module, __name__)
     strategy: Strategy = getattr(module, choice.name)(request)
     return strategy
 

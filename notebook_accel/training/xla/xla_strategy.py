@@ -21,10 +21,10 @@ from torch.optim.optimizer import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
 from notebook_accel.training.models import RemovableForward, replaced_forwards
-from notebook_accel.training.processes import xla
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.xla import xla_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -142,7 +142,7 @@ class XlaParallel(Strategy):
 
     def _end_step(self) -> None:
         self._averaged.clear()
-        xla.end_step()
+        xla_processes.end_step()
         num_compiles = self._metrics.counter_value("UncachedCompile") or 0
         has_compiled = num_compiles > self._num_compiles
         self._num_compiles = num_compiles

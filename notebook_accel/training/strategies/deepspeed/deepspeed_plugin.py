@@ -2,7 +2,7 @@
 
 Its fields and environment variables are those of Hugging Face Accelerate. A field left at None
 takes its value from the DeepSpeed configuration, else from its environment variable, else from its
-default. Making a plugin does not import DeepSpeed; the strategy (``strategies/deepspeed.py``) does.
+default. Making a plugin does not import DeepSpeed; the strategy (``deepspeed_strategy.py``) does.
 
 The configuration is a nested dictionary, whose entries are named with dots:
 ``"zero_optimization.stage"`` is the entry ``stage`` in the section ``zero_optimization``.

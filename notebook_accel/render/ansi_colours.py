@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from notebook_accel.notebook.markup import element, escape, join
+from notebook_accel.render.markup import element, escape, join
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -45,7 +45,7 @@ def device() -> torch.device:
 
 def connect() -> Exchange:
     """Return the collectives among the ranks that torch_xla connects."""
-    from notebook_accel.training.collectives.xla import XlaExchange
+    from notebook_accel.training.xla.xla_collectives import XlaExchange
 
     return XlaExchange()
 

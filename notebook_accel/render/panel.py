@@ -28,7 +28,7 @@ from notebook_accel.launch.view.summary import (
     num_ranks,
     slowest_first,
 )
-from notebook_accel.notebook.markup import element, join, shorten
+from notebook_accel.render.markup import element, join, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

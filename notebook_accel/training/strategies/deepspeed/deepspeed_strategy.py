@@ -19,7 +19,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_deepspeed
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
-from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
@@ -27,14 +26,15 @@ from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import shares_parameters
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.base import Strategy
-from notebook_accel.training.strategies.request import PrepareCall
-from notebook_accel.training.strategies.zero_config import complete
-from notebook_accel.training.strategies.zero_engine import (
+from notebook_accel.training.strategies.deepspeed import deepspeed_files
+from notebook_accel.training.strategies.deepspeed.zero_config import complete
+from notebook_accel.training.strategies.deepspeed.zero_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     GatheredParameters,
 )
+from notebook_accel.training.strategies.request import PrepareCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

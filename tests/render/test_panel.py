@@ -7,8 +7,8 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.hang import Hang
-from notebook_accel.notebook.markup import message_bytes
-from notebook_accel.notebook.panel import (
+from notebook_accel.render.markup import message_bytes
+from notebook_accel.render.panel import (
     Details,
     fold_of_stacks,
     render_alert,
@@ -16,7 +16,7 @@ from notebook_accel.notebook.panel import (
     render_title,
 )
 from tests.notebook.states import after, logged, running, with_failed
-from tests.notebook.test_markup import HOSTILE, Tags
+from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState

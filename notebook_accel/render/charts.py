@@ -27,7 +27,7 @@ from markupsafe import Markup
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, not_finite_note
-from notebook_accel.notebook.markup import element, shorten
+from notebook_accel.render.markup import element, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from notebook_accel.notebook.markup import (
+from notebook_accel.render.markup import (
     Markup,
     element,
     escape,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves
-from notebook_accel.notebook.charts import render_charts, saved_chart, thin_out
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
-from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.metrics_view import MetricsView
-from tests.notebook.test_markup import HOSTILE, Tags
+from notebook_accel.render.charts import render_charts, saved_chart, thin_out
+from notebook_accel.render.markup import message_bytes
 from tests.notebook.widgets import field, part
+from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from notebook_accel.notebook.ansi_colours import ansi_to_markup
-from tests.notebook.test_markup import HOSTILE, Tags
+from notebook_accel.render.ansi_colours import ansi_to_markup
+from tests.render.test_markup import HOSTILE, Tags
 
 
 def test_colours_become_spans_and_end_where_they_end() -> None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes.devices import is_host
-from notebook_accel.training.settings.deepspeed_plugin import AUTO, is_open
+from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import AUTO, is_open
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from notebook_accel.training.processes.topology import Topology
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
+    from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.strategies.request import PrepareCall
 
 _ZERO = "zero_optimization."

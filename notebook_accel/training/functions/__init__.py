@@ -1,1 +1,0 @@
-"""Code on top of ``Accelerator``: local SGD, FSDP functions, names predefined in notebook cells."""

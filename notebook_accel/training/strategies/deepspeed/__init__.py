@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO, behind the interface of a strategy."""

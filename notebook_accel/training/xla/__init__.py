@@ -1,0 +1,1 @@
+"""TPUs by torch_xla, behind the interface of a strategy."""
