@@ -181,16 +181,17 @@ def test_a_cell_for_everywhere_runs_in_the_notebook_and_in_ranks(book: Notebook)
 
 
 def test_a_session_gets_what_cells_set_meanwhile(book: Notebook) -> None:
-    book.run("import mimetypes\nmimetypes.types_map['.late'] = 'one'")
+    book.run("import mimetypes, torch\nmimetypes.types_map['.late'] = 'one'")
+    asked = "found = mimetypes.types_map['.late'], torch.ones(1).dtype.itemsize"
 
     def in_session() -> str:
-        book.run("%%accelerate -n 1\nimport mimetypes\nfound = mimetypes.types_map['.late']")
+        book.run(f"%%accelerate -n 1\nimport mimetypes, torch\n{asked}")
         return book.run("%accelerate pull found\nprint(found)").strip()
 
-    assert in_session() == "one"
-    book.run("mimetypes.types_map['.late'] = 'two'")
-    assert in_session() == "two"
+    assert in_session() == "('one', 4)"
+    book.run("mimetypes.types_map['.late'] = 'two'\ntorch.set_default_dtype(torch.float64)")
+    assert in_session() == "('two', 8)"
     # What the session changed itself stays, until the notebook changes it anew.
     book.run("%%accelerate\nmimetypes.types_map['.late'] = 'mine'")
-    assert in_session() == "mine"
-    book.run("%accelerate stop")
+    assert in_session() == "('mine', 8)"
+    book.run("%accelerate stop\ntorch.set_default_dtype(torch.float32)")
