@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from notebook_accel import Accelerator, WorkerError, notebook_launcher
+from tests.accelerator.ranks import RANKS
 from tests.kernel.notebooks import open_notebook
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def _fail() -> None:
 
 def test_the_error_says_that_its_line_may_not_be_at_fault() -> None:
     with pytest.raises(WorkerError, match="device-side assert") as caught:
-        notebook_launcher(_fail, num_processes=2, view="none")
+        notebook_launcher(_fail, num_processes=RANKS, view="none")
     text = str(caught.value)
     assert "the line shown may not be the one at fault" in text
     assert 'env={"CUDA_LAUNCH_BLOCKING": "1"}' in text

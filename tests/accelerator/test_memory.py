@@ -12,6 +12,7 @@ from notebook_accel import (
     ParallelismConfig,
     notebook_launcher,
 )
+from tests.accelerator.ranks import RANKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +72,7 @@ def _peak_of_prepare(how: str) -> float:
 
 @pytest.mark.parametrize("how", ["plain", "optimizer", "frozen", "tied", "offload", "meta"])
 def test_prepare_never_holds_the_whole_model_on_a_device(how: str) -> None:
-    for peak in notebook_launcher(_peak_of_prepare, (how,), num_processes=2, view="none"):
+    for peak in notebook_launcher(_peak_of_prepare, (how,), num_processes=RANKS, view="none"):
         # The tied layers are gathered with the model itself: one of its units.
         assert peak <= _GOAL + 0.05 * (how == "tied"), peak
 
@@ -116,6 +117,8 @@ def _peaks_of_checkpoints(folder: str) -> dict[str, float]:
 
 
 def test_full_weights_are_never_whole_on_a_device(tmp_path: Path) -> None:
-    run = notebook_launcher(_peaks_of_checkpoints, (str(tmp_path),), num_processes=2, view="none")
+    run = notebook_launcher(
+        _peaks_of_checkpoints, (str(tmp_path),), num_processes=RANKS, view="none"
+    )
     for peaks in run:
         assert max(peaks.values()) <= 0.15, peaks

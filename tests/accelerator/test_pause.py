@@ -10,6 +10,7 @@ import torch
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, set_seed
 from notebook_accel.config import LaunchConfig
+from tests.accelerator.ranks import RANKS
 from tests.launches import launch
 from tests.waiting import eventually
 
@@ -53,8 +54,8 @@ def train(num_batches: int, fsdp: bool) -> tuple[list[float], list[int]]:
 
 
 def start(fsdp: bool, **asked: Any) -> Run:
-    config = LaunchConfig(num_processes=2)
-    return launch(train, (60, fsdp), config=config, **asked)
+    config = LaunchConfig(num_processes=RANKS)
+    return launch(train, (30 * RANKS, fsdp), config=config, **asked)
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])

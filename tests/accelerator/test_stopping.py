@@ -1,4 +1,4 @@
-"""Stop and Interrupt where the device runs behind the host, and the hosts of two ranks apart."""
+"""Stop and Interrupt where the device runs behind the host, and the hosts of ranks apart."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from notebook_accel import Accelerator, NotebookAccelError, RunStopped
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View
+from tests.accelerator.ranks import RANKS
 from tests.kernel.notebooks import open_notebook
 from tests.launches import launch
 from tests.waiting import eventually
@@ -22,13 +23,13 @@ SOON = 60.0
 
 
 class Data(torch.utils.data.Dataset[torch.Tensor]):
-    """Items that depend on the step that uses them: each step takes four, two on each rank."""
+    """Items that depend on the step that uses them: each step takes two on each rank."""
 
     def __len__(self) -> int:
         return 40_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return batch(index // 4)[0]
+        return batch(index // (2 * RANKS))[0]
 
 
 def batch(step: int) -> torch.Tensor:
@@ -46,7 +47,7 @@ def loss_of(model: Any, inputs: torch.Tensor) -> Any:
 
 
 def train(way: str, folder: str) -> None:
-    """A loop without an end, in which the host never waits for its device; rank 1 is slower."""
+    """A loop without an end, in which the host never waits for its device; others are slower."""
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(*made())
     batches: Any = (batch(step).to(accelerator.device) for step in itertools.count())
@@ -66,11 +67,11 @@ def begin(function: Any, *args: Any, folder: Path, **config: Any) -> Run:
     run = launch(
         function,
         (*args, str(folder)),
-        config=LaunchConfig(num_processes=2, **config),
+        config=LaunchConfig(num_processes=RANKS, **config),
         view=View(),
         block=False,
     )
-    for rank in range(2):
+    for rank in range(RANKS):
         eventually((folder / str(rank)).exists, within=SOON, what="it trains")
     return run
 
