@@ -206,6 +206,8 @@ def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_char
     named.nth(3).hover()
     expect(named.nth(3).locator("span")).to_be_visible()
     expect(named.nth(3).locator("span")).to_contain_text(re.compile(r"trial \d \(lr=.*\): "))
+    chosen = output.get_by_label("Trial", exact=True).locator("option:checked")
+    expect(chosen).to_have_text("open a trial")
     row(0).click()
     panel = output.locator(".na-panel:not(.na-sweep)")
     expect(panel).to_contain_text("lr=0.3", timeout=30_000)

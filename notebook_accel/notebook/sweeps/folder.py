@@ -9,9 +9,10 @@ runs folder/sweeps/20260131-120000-1a2b3c/
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import pickle
 import shutil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
@@ -42,6 +43,7 @@ class SweepFolder:
         self.id = sweep_id or new_run_id()
         self._root = runs_folder() / "sweeps"
         self.path = self._root / self.id
+        self._held: IO[str] | None = None
 
     def make(self) -> None:
         make_folder(self.path)
@@ -52,10 +54,29 @@ class SweepFolder:
     def has_call(self) -> bool:
         return (self.path / "call.pkl").exists()
 
-    def save_call(self, asked: Mapping[str, Any]) -> None:
+    def hold(self, asked: Mapping[str, Any]) -> None:
+        """Keep other kernels from going on with the sweep, and save what it was asked for.
+
+        Raises:
+            NotebookAccelError: another kernel, or an earlier call in this one, holds it.
+        """
         self.make()
-        with open(self.path / "call.pkl", "wb", opener=own_file) as file:
-            cloudpickle.dump(asked, file)
+        self._held = open(self.path / ".lock", "a", opener=own_file)  # noqa: SIM115 (kept open)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.let_go()
+            raise NotebookAccelError(
+                f"sweep {self.id} goes on in the kernel that has it: only once that has ended can "
+                "another one go on with it"
+            ) from None
+        if not self.has_call:
+            with open(self.path / "call.pkl", "wb", opener=own_file) as file:
+                cloudpickle.dump(asked, file)
+
+    def let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
 
     def load_call(self) -> dict[str, Any]:
         try:

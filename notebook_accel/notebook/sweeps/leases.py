@@ -51,15 +51,16 @@ class Leases:
         self.at_a_time = concurrent or fit
         self.num_threads = max(1, machine.num_cores // (self.at_a_time * self._ranks))
 
-    def take(self) -> tuple[int, ...] | None:
+    def take(self, own: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         """Return the accelerators of a trial; () if it needs no choice; None if none are free.
 
-        The caller holds ``run_list.choosing`` until the trial is launched; its end frees them.
+        The caller holds ``run_list.choosing`` until the trial is launched, or goes on; its end or
+        pause frees them.
+
+        Args:
+            own: those of a paused trial, which are the only ones that it can go on with.
         """
-        taken, users = run_list.least_used(self._devices, self._ranks)
+        among, number = (self._devices, self._ranks) if own is None else (own, len(own))
+        taken, users = run_list.least_used(among, number)
         self.awaited = "" if self._shares else ", ".join(dict.fromkeys(run.name for run in users))
         return None if self.awaited else taken
-
-    def are_free(self, devices: tuple[int, ...]) -> bool:
-        """Return whether a paused trial, whose devices are these, can go on."""
-        return self._shares or not run_list.least_used(devices, len(devices))[1]

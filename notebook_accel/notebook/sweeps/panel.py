@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.notebook.dashboard import Dashboard
 
+# None as a value would leave the list blank.
+_NO_TRIAL = -1
+
 
 class SweepPanel:
     """The live panel of a sweep.
@@ -40,7 +43,6 @@ class SweepPanel:
         slot: where the panel is shown, and in the end what replaces it.
         stop: ends the sweep.
         clone: adds a trial like the given one, with changed arguments; ConfigError for bad ones.
-        hasten: lets a paused trial go on as soon as it can.
     """
 
     def __init__(
@@ -49,7 +51,6 @@ class SweepPanel:
         slot: DisplaySlot,
         stop: Callable[[], None],
         clone: Callable[[Trial, Mapping[str, Any]], int],
-        hasten: Callable[[Trial], None],
     ) -> None:
         self.clicks = clicks_for(kernel)
         self.was_clicked = False
@@ -68,7 +69,7 @@ class SweepPanel:
         )
         self._picker = widgets.make(
             ipywidgets.Dropdown,
-            options=[("open a trial", None)],
+            options=[("open a trial", _NO_TRIAL)],
             description="Trial",
             tooltip="Open the panel of a trial; a click on its row does the same",
             classes="na-filter na-trial-filter",
@@ -84,9 +85,9 @@ class SweepPanel:
         asks: dict[str, tuple[str, Callable[[], object]]] = {
             "Stop": ("Start no further trial, and stop those that run", stop),
             "Stop trial": ("Stop this trial at its next batch", lambda: act(Trial.end)),
-            "Next": ("Let this trial have the next free devices", lambda: act(hasten)),
+            "Next": ("Let this trial have the next free devices", lambda: act(Trial.hasten)),
             "Clone": ("Add a trial with the changes typed before", lambda: act(self._add_clone)),
-            "Close": ("Show no trial", lambda: setattr(self._picker, "value", None)),
+            "Close": ("Show no trial", lambda: setattr(self._picker, "value", _NO_TRIAL)),
         }
         buttons = []
         for name, (about, ask) in asks.items():
@@ -166,7 +167,7 @@ class SweepPanel:
             picked = self._picker.value
             trials = [(f"trial {each}", each) for each in range(number)]
             # Setting the options chooses the first one.
-            self._picker.options = [("open a trial", None), *trials]
+            self._picker.options = [("open a trial", _NO_TRIAL), *trials]
             self._picker.value = picked
 
     def _picked(self) -> Trial | None:

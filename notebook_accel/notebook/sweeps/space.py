@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,17 @@ class Arguments:
             return None, step, frozen.state == TrialState.PRUNED
         # A file of its own has this study alone: ids are numbers there.
         return Trial(self.study, record.asked), step, False
+
+    def give_up_others(self, records: Sequence[TrialRecord]) -> None:
+        """Tell the study that trials which it was asked for, and that never began, have failed."""
+        if self.study is None:
+            return
+        from optuna.trial import TrialState
+
+        began = {record.asked for record in records}
+        for each in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if each.number not in began:
+                self.study.tell(each.number, state=TrialState.FAIL)
 
     def should_prune(self, asked: Any) -> bool:
         """Return whether the pruner ends a trial after its turn."""

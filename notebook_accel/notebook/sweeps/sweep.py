@@ -6,7 +6,6 @@ called from any thread, and only set what that thread reads.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import os
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from notebook_accel.launch.preflight import check_call
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.notebook import clicks
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 # Between two looks at the trials, and two drawings of the table.
 _LOOK_SECONDS = 0.05
 _DRAW_SECONDS = 0.5
+_GO_ON_SECONDS = 30.0
 # Arguments of the launcher that make no sense for a trial.
 _NOT_FOR_TRIALS = (
     "session", "node_rank", "num_nodes", "join_token", "master_addr", "use_port",
@@ -99,16 +101,17 @@ class Sweep:
         self._failures: Counter[tuple[Any, ...]] = Counter()
         self._first_error: dict[tuple[Any, ...], BaseException] = {}
         self._error: BaseException | None = None
-        for record in folder.trials():
+        records = [*folder.trials()]
+        for record in records:
             self._take_up(record)
+        arguments.give_up_others(records)
         self._stop_asked, self._ended = threading.Event(), threading.Event()
         self._kernel, self._is_shown = clicks.find_kernel(), view != "none"
         self._slot = DisplaySlot()
         self._panel: SweepPanel | None = None
-        self._drawn = 0.0
+        self._drawn, self._guard = 0.0, GuardedView(View()).guard
         if isinstance(choose_view(view), Dashboard):
-            acts = self.stop, self._add_clone, self._hasten
-            self._panel = SweepPanel(self._kernel, self._slot, *acts)
+            self._panel = SweepPanel(self._kernel, self._slot, self.stop, self._add_clone)
             self._panel.draw(self._title(), [], self._metric, [])
             self._panel.show(f"sweep of {self._title()}")
         elif self._kernel is not None and self._is_shown:
@@ -275,6 +278,7 @@ class Sweep:
                 self._error = self._never_logged()
             self._draw(is_last=True)
         finally:
+            self._folder.let_go()
             self._ended.set()
 
     def _start_trials(self) -> None:
@@ -333,14 +337,14 @@ class Sweep:
     def _go_on(self, waiting: Sequence[Trial]) -> Trial | None:
         """Let the first paused trial go on whose devices are free, or end it if it is pruned."""
         for trial in waiting:
-            if self._leases.are_free(trial.run.state.devices):
+            if self._leases.take(trial.run.state.devices) is not None:
                 self._paused.remove(trial)
                 trial.is_next = False
                 if self._arguments.should_prune(trial.asked):
                     self._prune(trial)
                 else:
-                    with contextlib.suppress(RuntimeError):  # it has ended meanwhile
-                        trial.run.go_on()
+                    # One that ends meanwhile may never answer.
+                    wait([call_of(trial.run).go_on()], _GO_ON_SECONDS)
                 return trial
         return None
 
@@ -451,6 +455,10 @@ class Sweep:
         return table.as_bundle(f"sweep of {self._title()}", trials, self._metric, self._notes())
 
     def _draw(self, *, is_last: bool = False) -> None:
+        # An error in what is shown ends no training.
+        self._guard(self._draw_unguarded, is_last)
+
+    def _draw_unguarded(self, is_last: bool) -> None:
         panel = self._panel
         if panel is not None:
             panel.follow()
@@ -472,9 +480,6 @@ class Sweep:
         """Add a trial with the arguments of another one, and changes; return its number."""
         self._check({**trial.arguments, **changes})
         return self._arguments.add({**trial.arguments, **changes})
-
-    def _hasten(self, trial: Trial) -> None:
-        trial.is_next = True
 
     def _end_now(self) -> None:
         """Stop, and wait for the end; a further interrupt kills the trials that still run."""
@@ -615,8 +620,8 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
             **of_call,
         )
 
-    if asked["detach"] and not folder.has_call:
-        folder.save_call(asked)
+    if asked["detach"]:
+        folder.hold(asked)
     found: Sweep | None = None
     try:
         with held():

@@ -147,6 +147,9 @@ class Trial:
         failure = self.run.state.failure
         return "" if failure is None else in_a_line(failure.traceback, failure.message)
 
+    def hasten(self) -> None:
+        self.is_next = True
+
     def end(self, *, at_once: bool = False) -> None:
         """Ask the run to stop, or kill it, unless it has ended."""
         with contextlib.suppress(OSError):
