@@ -35,7 +35,9 @@ from .training.data.config import DataLoaderConfiguration as DataLoaderConfigura
 from .training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data.loaders import DataLoaderShard as DataLoaderShard
 from .training.data.skipping import skip_first_batches as skip_first_batches
-from .training.processes.memory import find_executable_batch_size as find_executable_batch_size
+from .training.processes.device_memory import (
+    find_executable_batch_size as find_executable_batch_size,
+)
 from .training.processes.seeding import set_seed as set_seed
 from .training.processes.seeding import synchronize_rng_states as synchronize_rng_states
 from .training.settings.fsdp_plugin import (

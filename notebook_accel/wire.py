@@ -10,10 +10,10 @@ that comes too late, about an older call.
 In the kernel (launch/control/) a message from an agent passes four functions, each of which uses
 some of its fields:
 
-    pool.py _take -> state.py apply_to_processes     what it changes of the rank processes
+    pool.py _take -> run_state.py apply_to_processes what it changes of the rank processes
                   -> pool.py _pass_between_agents    what the other agents must know of it
                   -> call.py take                    results, metrics and stacks of the call
-                       -> state.py apply             what it changes of the call, as views draw it
+                       -> run_state.py apply         what it changes of the call, as views draw it
 
 Ranks send messages of the classes with ``from_rank``, mostly through rank/this_rank.py, and report
 the end of a call with ``Returned`` or ``Raised``. The agent passes these messages on to the kernel.

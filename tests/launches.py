@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import launcher
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:

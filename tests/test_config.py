@@ -787,7 +787,7 @@ import os, pydoc, sys
 from pathlib import Path
 from notebook_accel import ConfigError, LaunchConfig
 from notebook_accel.config import resolve
-from notebook_accel.launch.environment import rank_environment
+from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.notebook.picker import setting_rows
 
 assert LaunchConfig.__module__ and "warmup: int | None = None" in pydoc.render_doc(LaunchConfig)

@@ -28,14 +28,14 @@ from notebook_accel.cli.terminal import LABEL, ranks_in_terminal
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight
-from notebook_accel.launch.environment import (
+from notebook_accel.launch.machine import machine_with
+from notebook_accel.launch.rank_environment import (
     ON_CPU,
     WITHOUT_DEVICES,
     num_threads_of,
     rank_environment,
     variables_of_choice,
 )
-from notebook_accel.launch.machine import machine_with
 from notebook_accel.launch.slurm import slurm_step
 from notebook_accel.system.processes import kill_leftovers
 from notebook_accel.wire import Devices

@@ -48,8 +48,8 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
+    from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.launcher import launch
-    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.view.plain import PlainView
 
     run = launch(

@@ -1,8 +1,8 @@
 """A counterpart of ``accelerate.tracking``."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.tracking.base import GeneralTracker, on_main_process
 from notebook_accel.training.tracking.registry import *
+from notebook_accel.training.tracking.tracker import GeneralTracker, on_main_process
 
 from .logging import *
 from .state import *

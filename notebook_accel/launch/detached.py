@@ -38,7 +38,7 @@ from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
 from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs_folder
-from notebook_accel.launch.control.state import Failure, RunState
+from notebook_accel.launch.control.run_state import Failure, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.payload import Packed, Registry, unpack_exception
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.payload import PackedCall
-    from notebook_accel.launch.request import LaunchRequest
 
 # The first process ends at once: the keeper is then the child of nobody who would end it.
 _BOOT = (

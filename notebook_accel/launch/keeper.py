@@ -41,7 +41,7 @@ from notebook_accel.system.processes import is_readable
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.call import Call
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 # As often as a kernel draws.
 _LOOK_SECONDS = 0.2

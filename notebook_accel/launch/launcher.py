@@ -26,15 +26,15 @@ from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.control.run_state import RESCUED, starting
 from notebook_accel.launch.control.stacks import stacks_text
-from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, launch_detached
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.engines.base import RankPlan
-from notebook_accel.launch.environment import rank_environment
+from notebook_accel.launch.engines.engine import RankPlan
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.payload import Registry, pack_call
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.resuming import folder_to_resume, save_now
 from notebook_accel.launch.run import Run, call_of, raise_error
 from notebook_accel.launch.scripts.export import script_of
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.launch.control.call import Call
-    from notebook_accel.launch.control.state import ProcessState
-    from notebook_accel.launch.engines.base import Engine
+    from notebook_accel.launch.control.run_state import ProcessState
+    from notebook_accel.launch.engines.engine import Engine
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.system.interrupts import Presses
     from notebook_accel.wire import KnobValue

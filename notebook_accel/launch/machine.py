@@ -14,7 +14,7 @@ import psutil
 from notebook_accel import tpu
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.environment import num_cores, rank_environment
+from notebook_accel.launch.rank_environment import num_cores, rank_environment
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.wire import Devices
 

@@ -27,7 +27,7 @@ from notebook_accel.errors import (
     WorkerError,
 )
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
-from notebook_accel.launch.control.state import RESCUED, Progress
+from notebook_accel.launch.control.run_state import RESCUED, Progress
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.rank.knob_limits import checked
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.results import Results
-    from notebook_accel.launch.control.state import Failure, RunState
+    from notebook_accel.launch.control.run_state import Failure, RunState
     from notebook_accel.wire import KnobValue
 
 # How long results are kept; two errors end with these words.

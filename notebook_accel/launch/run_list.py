@@ -21,7 +21,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
-from notebook_accel.launch.control.state import Failure
+from notebook_accel.launch.control.run_state import Failure
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.system.interrupts import held

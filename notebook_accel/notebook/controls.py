@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.widgets import PanelWidgets

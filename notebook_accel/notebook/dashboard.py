@@ -19,7 +19,7 @@ from notebook_accel.notebook.snapshot import render_line, render_slim, render_sn
 from notebook_accel.render.panel import Details
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.snapshot import Snapshot

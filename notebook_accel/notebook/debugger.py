@@ -26,7 +26,7 @@ from notebook_accel.notebook.clicks import can_answer, find_kernel
 from notebook_accel.notebook.worker.calls import DebugCall
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.request import LaunchRequest
+    from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.worker.calls import DebugAnswer
 

@@ -20,7 +20,7 @@ from itertools import takewhile
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.template import libraries
+from notebook_accel.launch.template import prepared_libraries
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.wire import ImportItem
 
@@ -74,7 +74,7 @@ class _Follower:
         self.look_at_start(self._shell.transform_cell(info.raw_cell) if code is None else code)
 
     def look_at_start(self, code: str) -> None:
-        follow(item for item in imports_at_start(code) if libraries.is_library(item.root))
+        follow(item for item in imports_at_start(code) if prepared_libraries.is_library(item.root))
 
     @_harmless()
     def look_at_cells(self, _result: Any = None) -> None:
@@ -87,19 +87,19 @@ class _Follower:
         self._seen |= new
         own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
         found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
-        unknown = (found - self._roots - libraries.OF_TEMPLATE) & sys.modules.keys()
-        added = {*filter(libraries.is_library, unknown)}
+        unknown = (found - self._roots - prepared_libraries.OF_TEMPLATE) & sys.modules.keys()
+        added = {*filter(prepared_libraries.is_library, unknown)}
         self._roots |= added
         # Of a library that a cell imports for the first time, older modules too: what is the
         # notebook's now may have been imported by another library before.
         names = [n for n in sys.modules if n in new or n.partition(".")[0] in added]
-        follow(map(ImportItem, libraries.modules_of(self._roots, names)))
+        follow(map(ImportItem, prepared_libraries.modules_of(self._roots, names)))
 
 
 def _is_own(root: str) -> bool:
     """Whether a module is the notebook's own, or installed in editable mode."""
-    path = libraries.file_of(sys.modules.get(root))
-    return bool(path) and not libraries.is_library_file(path) and root != "notebook_accel"
+    path = prepared_libraries.file_of(sys.modules.get(root))
+    return bool(path) and not prepared_libraries.is_library_file(path) and root != "notebook_accel"
 
 
 def _used_by(name: str) -> set[str]:

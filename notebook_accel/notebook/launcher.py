@@ -14,8 +14,8 @@ from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError, WorkerError
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.resuming import folder_to_resume
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.cell_setup import read_setup

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from notebook_accel.launch.control.hang import Hang
-    from notebook_accel.launch.control.state import Display, RunState
+    from notebook_accel.launch.control.run_state import Display, RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.display_slot import DisplaySlot

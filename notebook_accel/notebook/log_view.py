@@ -31,7 +31,7 @@ from notebook_accel.render.markup import element, join, shorten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.run_state import RankState, RunState
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.widgets import PanelWidgets
 

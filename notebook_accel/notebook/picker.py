@@ -37,9 +37,9 @@ from notebook_accel.config import (
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.environment import rank_environment
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
+from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view

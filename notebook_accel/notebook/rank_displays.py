@@ -26,7 +26,7 @@ from notebook_accel.render.markup import element, join, message_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from notebook_accel.launch.control.state import Display, RankState, RunState
+    from notebook_accel.launch.control.run_state import Display, RankState, RunState
     from notebook_accel.notebook.worker.shown_value import ShownValue
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from notebook_accel.text_values import shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.view import View
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch.control.call import labelled
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import call_of, results_now
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.used_names import (

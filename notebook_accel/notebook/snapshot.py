@@ -17,12 +17,12 @@ from markupsafe import Markup
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import NotFinite
 from notebook_accel.launch.control.plotting import metric_curves
-from notebook_accel.launch.control.state import RESCUED
+from notebook_accel.launch.control.run_state import RESCUED
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, not_finite_note
-from notebook_accel.launch.view.steps import step_lines
+from notebook_accel.launch.view.step_times import step_lines
 from notebook_accel.notebook.rank_displays import other_displays, render_displays
 from notebook_accel.render import charts
 from notebook_accel.render.ansi_colours import ansi_to_markup
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from notebook_accel.launch.control.plotting import Point
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.render.panel import AskedStacks
 
 # It is saved with the notebook, for good: of a hundred runs, 12 MB.

@@ -22,7 +22,7 @@ from notebook_accel.text_values import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
 
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.

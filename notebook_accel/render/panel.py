@@ -18,7 +18,7 @@ from notebook_accel.launch.view.progress import (
     most_lines,
     progress_lines,
 )
-from notebook_accel.launch.view.steps import step_lines, step_table
+from notebook_accel.launch.view.step_times import step_lines, step_table
 from notebook_accel.launch.view.summary import (
     condition,
     elapsed,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.hang import Hang
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.run_state import RankState, RunState
 
 # Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
 _LABEL_BYTES, _NOTICE_BYTES = 60, 600

@@ -56,10 +56,10 @@ from notebook_accel.training.stepping.knobs import make_knob
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
 from notebook_accel.training.tracking.active_trackers import Tracking
-from notebook_accel.training.tracking.base import BlankTracker
 from notebook_accel.training.tracking.profiling import profile
-from notebook_accel.training.tracking.progress import progress
+from notebook_accel.training.tracking.progress_tracker import progress
 from notebook_accel.training.tracking.registry import resolve_trackers
+from notebook_accel.training.tracking.tracker import BlankTracker
 
 if TYPE_CHECKING:
     import os
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.knobs import Knob
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-    from notebook_accel.training.tracking.base import GeneralTracker
+    from notebook_accel.training.tracking.tracker import GeneralTracker
     from notebook_accel.wire import KnobValue
 
 _Item = TypeVar("_Item")

@@ -14,7 +14,7 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     notebook_launcher,
 )
-from notebook_accel.launch import environment
+from notebook_accel.launch import rank_environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,7 +77,7 @@ def test_devices_of_a_kind_that_does_not_read_the_variable_of_cuda(
     monkeypatch.setenv("SIM_READS_CUDA_VISIBLE", "0")
     with pytest.raises(ConfigError, match=r"type 'sim' do not read CUDA_VISIBLE_DEVICES"):
         notebook_launcher(_visible, devices=[3, 1], view="none")
-    monkeypatch.setitem(environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
+    monkeypatch.setitem(rank_environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
     run = notebook_launcher(_visible, devices=[3, 1], view="none")
     assert run.results == [("3,1", "sim:0"), ("3,1", "sim:1")]
     with pytest.raises(ConfigError, match=r"devices=\[1, 4\], but of these the machine has 1"):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, notebook_launcher
 from notebook_accel.errors import WorkerError
-from notebook_accel.launch.view.steps import step_lines, step_table
+from notebook_accel.launch.view.step_times import step_lines, step_table
 
 STEPS = 60
 

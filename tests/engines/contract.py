@@ -23,8 +23,8 @@ from notebook_accel.launch import launcher
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import template
@@ -1288,7 +1288,7 @@ import ctypes, dataclasses, os, pathlib, subprocess, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.rank.this_rank import current
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.view import View
 {prelude}
 folder = pathlib.Path({folder!r})

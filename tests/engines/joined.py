@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config.engines import ENGINES, EngineKind
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.elastic import ElasticEngine, join
+from notebook_accel.launch.engines.engine import RankPlan
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.request import LaunchRequest
+    from notebook_accel.launch.launch_request import LaunchRequest
 
 __all__ = ["KIND", "NAME", "JoinedEngine", "register"]
 

@@ -38,7 +38,7 @@ import os, pathlib, signal, subprocess, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import WorkerError
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 
 def train(how):
     child = subprocess.Popen(["sleep", "601"], user=65534)

@@ -21,8 +21,8 @@ from notebook_accel import (
     WorkerError,
     notebook_launcher,
 )
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.view import View
 from tests.launches import call
 

@@ -15,7 +15,7 @@ import psutil
 from notebook_accel import wire
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
-from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect, new_secret
 from notebook_accel.launch.transport.segment import pack

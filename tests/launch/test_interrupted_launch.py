@@ -16,8 +16,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import RankCall
 from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template.handle import template

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.transport.channel import Channel
 
@@ -740,7 +740,7 @@ EARLIER = """
 import os, signal, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 
 def train(how):
     from notebook_accel.launch import rank

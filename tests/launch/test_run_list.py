@@ -16,7 +16,7 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View

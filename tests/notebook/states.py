@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel import wire
-from notebook_accel.launch.control.state import Failure, RunState, apply, starting
+from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

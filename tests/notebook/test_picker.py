@@ -31,7 +31,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from notebook_accel.launch.request import LaunchRequest
+    from notebook_accel.launch.launch_request import LaunchRequest
 
 FULL = LaunchConfig(
     num_processes=2,

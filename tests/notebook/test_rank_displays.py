@@ -22,7 +22,7 @@ from tests.notebook.test_dashboard import Page
 from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 SVG = "<svg xmlns='http://www.w3.org/2000/svg'><text>ä</text></svg>"
 SCRIPT = "<script>\n\nlet x = '$5'\n</script>"

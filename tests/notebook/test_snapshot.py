@@ -9,7 +9,7 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.hang import Hang
-from notebook_accel.launch.control.state import RESCUED, Failure
+from notebook_accel.launch.control.run_state import RESCUED, Failure
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
 from notebook_accel.render.markup import message_bytes
@@ -17,7 +17,7 @@ from tests.notebook.states import after, logged, metrics, running, succeeded, wi
 from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 ERROR = "rank 1 failed: ValueError: bad\n\nTraceback (most recent call last):\n  Cell In[3], line 7"
 # What JupyterLab's sanitiser keeps of an untrusted notebook.

@@ -19,7 +19,7 @@ from tests.notebook.states import after, logged, running, with_failed
 from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 NOW = Details(now=1042.0)
 

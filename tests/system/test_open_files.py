@@ -16,7 +16,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 folder = RunFolder.make()
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from notebook_accel import ConfigError, find_executable_batch_size
-from notebook_accel.training.processes.memory import is_out_of_memory, release_memory
+from notebook_accel.training.processes.device_memory import is_out_of_memory, release_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
 

@@ -23,8 +23,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control import run_folder
 from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View

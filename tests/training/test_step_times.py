@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from notebook_accel import Accelerator, notebook_launcher
-from notebook_accel.launch.view.steps import step_lines, step_table
+from notebook_accel.launch.view.step_times import step_lines, step_table
 from notebook_accel.launch.view.summary import summary_lines
 
 WAIT = 0.02

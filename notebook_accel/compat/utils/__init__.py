@@ -40,15 +40,17 @@ from notebook_accel.training.models.compiling import (
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.precision.float8 import *
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
-from notebook_accel.training.processes.devices import set_numa_affinity
-from notebook_accel.training.processes.devices import set_numa_affinity as override_numa_affinity
-from notebook_accel.training.processes.logs import get_logger
-from notebook_accel.training.processes.memory import (
+from notebook_accel.training.processes.device_memory import (
     clear_device_cache,
     find_executable_batch_size,
     release_memory,
 )
-from notebook_accel.training.processes.memory import is_out_of_memory as should_reduce_batch_size
+from notebook_accel.training.processes.device_memory import (
+    is_out_of_memory as should_reduce_batch_size,
+)
+from notebook_accel.training.processes.devices import set_numa_affinity
+from notebook_accel.training.processes.devices import set_numa_affinity as override_numa_affinity
+from notebook_accel.training.processes.logs import get_logger
 from notebook_accel.training.processes.seeding import (
     set_seed,
     synchronize_rng_state,

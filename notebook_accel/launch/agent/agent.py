@@ -39,8 +39,8 @@ from notebook_accel.actions.acting import Acting
 from notebook_accel.actions.ending import STAGES, Ending, Stage, StepClock
 from notebook_accel.actions.messages import Act, ActAt, Action, GoOn, Hold, PointReached
 from notebook_accel.actions.scoreboard import STOP, Scoreboard
-from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
+from notebook_accel.launch.agent.rank_logs import rank_logs
 from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess, Shared
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import main as worker

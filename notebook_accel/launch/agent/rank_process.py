@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from notebook_accel.actions.scoreboard import Scoreboard
-    from notebook_accel.launch.agent.logs import RankLogs
     from notebook_accel.launch.agent.ports import RunPorts
+    from notebook_accel.launch.agent.rank_logs import RankLogs
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.

@@ -49,8 +49,8 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.run_state import RESCUED, Failure, apply, starting
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
-from notebook_accel.launch.control.state import RESCUED, Failure, apply, starting
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
 from notebook_accel.launch.payload import Packed
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
     from notebook_accel.launch.control.pool import RankPool
     from notebook_accel.launch.control.run_folder import RunFolder
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.payload import CellSource, PackedCall
     from notebook_accel.system.interrupts import Presses
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import groupby
 
-from notebook_accel.launch.template.libraries import is_library_file
+from notebook_accel.launch.template.prepared_libraries import is_library_file
 
 # A frame with its lines of source, marks below them included; exception groups begin lines by "|".
 _FRAME = re.compile(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.hang import Hang, RankStack
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.run_state import RankState, RunState
 
 # A rank is shown as quiet after this time: longer than a step of most trainings.
 _QUIET_SECONDS = 5.0

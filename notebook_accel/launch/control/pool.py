@@ -31,8 +31,8 @@ from notebook_accel import wire
 from notebook_accel.actions.common_actions import CommonActions
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
+from notebook_accel.launch.control.run_state import ProcessState, apply_to_processes
 from notebook_accel.launch.control.several_agents import MessagesForOthers
-from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.system.interrupts import Latch, held
 from notebook_accel.system.own_files import open_log
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.actions.messages import Action
     from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 # While a call runs: views draw five times a second, and time-outs are told in seconds.
 _TICK_SECONDS = 0.1

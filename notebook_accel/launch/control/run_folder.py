@@ -37,7 +37,7 @@ import msgspec
 import platformdirs
 
 from notebook_accel.errors import LaunchError, NotebookAccelError
-from notebook_accel.launch.control.state import RunState
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.text.terminal_text import as_shown
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.open_files import TOO_MANY_FILES, too_many_files

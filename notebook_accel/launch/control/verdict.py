@@ -1,7 +1,7 @@
 """Decide how a run ended: its status and its error, from the states of all ranks.
 
     a rank raises or dies -> its agent ends the others (agent/ending.py) and sends Raised, RankEnded
-                          -> RankState of each rank (state.py) -> judge -> Failure
+                          -> RankState of each rank (run_state.py) -> judge -> Failure
                           -> WorkerError (run.py)
 
 The failure that is reported first need not be the cause: if one rank fails, the others fail a
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.hang import place_of_wait
-from notebook_accel.launch.control.state import Failure
+from notebook_accel.launch.control.run_state import Failure
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.system.processes import describe_exit, signal_name
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from notebook_accel.launch.control.agent_link import LostAgent
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.run_state import RankState, RunState
     from notebook_accel.launch.payload import PackedCall
 
 # ---- what to do about failures that are known: lines which the error adds to the cause ------

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.control.pool import RankPool
-from notebook_accel.launch.control.state import ProcessState
+from notebook_accel.launch.control.run_state import ProcessState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

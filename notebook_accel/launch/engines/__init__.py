@@ -1,7 +1,7 @@
 """Engines, which start the rank processes of a run: one file for each engine.
 
 A new engine is a new file here, with a class derived from :class:`AgentEngine` of ``local.py`` (or
-:class:`Engine` of ``base.py``), and its row in ``config/engines.py``, the one table of engines.
+:class:`Engine` of ``engine.py``), and its row in ``config/engines.py``, the one table of engines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from notebook_accel.config.engines import ENGINES
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.base import Engine
+    from notebook_accel.launch.engines.engine import Engine
 
 
 def engine_for(config: LaunchConfig) -> Engine:

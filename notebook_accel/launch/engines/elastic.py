@@ -31,7 +31,7 @@ from notebook_accel import wire
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent, tcp_pair
 from notebook_accel.launch.engines.machines import (
     MachinesEngine,
@@ -41,7 +41,7 @@ from notebook_accel.launch.engines.machines import (
     own_addresses,
     torchelastic_variables,
 )
-from notebook_accel.launch.environment import (
+from notebook_accel.launch.rank_environment import (
     num_cores,
     num_threads_of,
 )
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.engines.machines import JoinedMachine, MachineServer
-    from notebook_accel.launch.request import LaunchRequest
+    from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
 
 # Until all machines have joined: a person walks to another screen and copies a command.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel import wire
 from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.results import Results
-from notebook_accel.launch.control.state import Failure, apply
-from notebook_accel.launch.engines.base import Engine, RankPlan
+from notebook_accel.launch.control.run_state import Failure, apply
+from notebook_accel.launch.engines.engine import Engine, RankPlan
 from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.payload.cells import name_cells
 from notebook_accel.launch.payload.notebook_state import apply_generators, capture
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.call import NewCall
     from notebook_accel.launch.control.metrics_file import MetricStore
+    from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.payload import PackedCall
-    from notebook_accel.launch.request import LaunchRequest
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 

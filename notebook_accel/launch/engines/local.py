@@ -30,15 +30,15 @@ from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.call import RankCall
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.waiting import WaitingPool
-from notebook_accel.launch.engines.base import Engine, RankPlan
-from notebook_accel.launch.environment import (
+from notebook_accel.launch.engines.engine import Engine, RankPlan
+from notebook_accel.launch.payload.notebook_state import capture
+from notebook_accel.launch.rank_environment import (
     ON_CPU,
     WITHOUT_DEVICES,
     num_threads_of,
     rank_environment,
     variables_of_choice,
 )
-from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.call import Call, NewCall
     from notebook_accel.launch.control.run_folder import RunFolder
+    from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.payload import PackedCall
-    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
 
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it

@@ -30,7 +30,7 @@ from notebook_accel import wire
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.engines.local import AgentEngine, abandon, may_have_libraries
-from notebook_accel.launch.environment import (
+from notebook_accel.launch.rank_environment import (
     INTERFACES,
     ON_CPU,
     WITHOUT_DEVICES,
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.base import RankPlan
-    from notebook_accel.launch.request import LaunchRequest
+    from notebook_accel.launch.engines.engine import RankPlan
+    from notebook_accel.launch.launch_request import LaunchRequest
 
 # The machine has its template before it joins, and forks an agent in milliseconds.
 _AGENT_SECONDS = 60.0

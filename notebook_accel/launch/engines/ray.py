@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.elastic import join
+from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.machines import (
     MachinesEngine,
     notices_of,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.machines import JoinedMachine
-    from notebook_accel.launch.request import LaunchRequest
+    from notebook_accel.launch.launch_request import LaunchRequest
 
 # A cluster that scales itself up needs minutes for a node.
 _PLACE_SECONDS = 300.0

@@ -41,7 +41,7 @@ import msgspec
 
 from notebook_accel import wire
 from notebook_accel.launch.template.forking import fork, run_agent
-from notebook_accel.launch.template.libraries import file_of, is_library_file
+from notebook_accel.launch.template.prepared_libraries import file_of, is_library_file
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.system import processes
 from notebook_accel.system.memory import free_memory

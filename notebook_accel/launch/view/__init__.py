@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
 
 _log = logging.getLogger(__name__)

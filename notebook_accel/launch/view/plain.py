@@ -16,14 +16,14 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import Throughput, name_of, progress_lines
-from notebook_accel.launch.view.steps import step_lines
+from notebook_accel.launch.view.step_times import step_lines
 from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
 from notebook_accel.system.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.run_state import RankState, RunState
     from notebook_accel.launch.run import Run
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from notebook_accel.launch.control.curves import NotFinite
-    from notebook_accel.launch.control.state import BarState, RankState, RunState
+    from notebook_accel.launch.control.run_state import BarState, RankState, RunState
 
 # Throughput is the mean over this window: long enough to be calm, short enough to be news.
 _WINDOW_SECONDS = 5.0

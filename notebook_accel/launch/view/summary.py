@@ -19,12 +19,12 @@ from notebook_accel.launch.view.progress import (
     progress_lines,
     progress_text,
 )
-from notebook_accel.launch.view.steps import step_lines, step_table
+from notebook_accel.launch.view.step_times import step_lines, step_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.run_state import RankState, RunState
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
 SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○", "not asked": "○"}

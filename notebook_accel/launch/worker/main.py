@@ -41,15 +41,15 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.notebook_state import apply_notebook_state
 from notebook_accel.launch.setup.steps import take_over
-from notebook_accel.launch.template.libraries import OF_TEMPLATE, is_library, modules_of
+from notebook_accel.launch.template.prepared_libraries import OF_TEMPLATE, is_library, modules_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.segment import pack, unpack
 from notebook_accel.launch.worker import (
     bars,
-    collectives,
     displays,
     exiting,
+    flight_recorder,
     groups,
     library_metrics,
     output,
@@ -261,7 +261,7 @@ class Worker:
             return
         if os.fstat(self._stacks).st_size == 0:  # else the signal came first
             faulthandler.dump_traceback(file=self._stacks, all_threads=True)
-        begun = collectives.newest(since=self._groups_since, notice=self.context.notice)
+        begun = flight_recorder.newest(since=self._groups_since, notice=self.context.notice)
         self.context.report(wire.Collectives, begun=begun)
 
     def serve_calls(self) -> int:

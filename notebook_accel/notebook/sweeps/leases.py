@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.config.checks import check_enough
 from notebook_accel.launch import run_list
-from notebook_accel.launch.environment import VISIBLE_OF_KIND
 from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.rank_environment import VISIBLE_OF_KIND
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig

@@ -28,7 +28,7 @@ from notebook_accel.render.markup import element, shorten, style_element
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.notebook.dashboard import Dashboard
 
 # None as a value would leave the list blank.

@@ -20,7 +20,7 @@ from notebook_accel.training.models import PreparedModel, strip_forward, uncompi
 from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.off_device import off_device
 from notebook_accel.training.preparing.state_after_stop import parts_of
-from notebook_accel.training.processes.memory import is_out_of_memory, memory_parts
+from notebook_accel.training.processes.device_memory import is_out_of_memory, memory_parts
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import (

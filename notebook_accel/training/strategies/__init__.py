@@ -1,8 +1,8 @@
 """The table of strategies (kinds of parallelism), and the plugins by which users choose them.
 
-A :class:`~notebook_accel.training.strategies.request.Request` holds the user's plugins and settings
-and the number of ranks. ``STRATEGIES`` has a condition for each strategy; :func:`make_strategy`
-takes the first strategy whose condition holds for the request.
+A :class:`~notebook_accel.training.strategies.strategy_request.Request` holds the user's plugins and
+settings and the number of ranks. ``STRATEGIES`` has a condition for each strategy;
+:func:`make_strategy` takes the first strategy whose condition holds for the request.
 
 A new strategy is a file with its class, and a line in ``STRATEGIES``. If users choose it by an
 argument ``Accelerator(new_plugin=...)``, the file also has the plugin, a subclass of
@@ -20,7 +20,7 @@ from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParalle
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
-from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -25,7 +25,7 @@ from notebook_accel.training.processes import devices, topology
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import measure_steps, step_timer
-from notebook_accel.training.strategies.request import call_model
+from notebook_accel.training.strategies.strategy_request import call_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings.handlers import DistributedType
     from notebook_accel.training.settings.parallelism import ParallelismConfig
     from notebook_accel.training.stepping.accumulation import Accumulation
-    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
+    from notebook_accel.training.strategies.strategy_request import (
+        ModelToPrepare,
+        PrepareCall,
+        Request,
+    )
 
 
 class Strategy:

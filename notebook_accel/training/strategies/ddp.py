@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.strategies.request import ModelToPrepare, Request
+    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 
 class DDPStrategy(TakesSpreadModels):

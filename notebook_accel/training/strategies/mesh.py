@@ -42,7 +42,11 @@ if TYPE_CHECKING:
     from notebook_accel.training.processes.topology import Topology
     from notebook_accel.training.settings.parallelism import ParallelismConfig
     from notebook_accel.training.strategies.context import SequenceDivider
-    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
+    from notebook_accel.training.strategies.strategy_request import (
+        ModelToPrepare,
+        PrepareCall,
+        Request,
+    )
 
 
 class MeshParallel(TakesSpreadModels):

@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
+    from notebook_accel.training.strategies.strategy_request import (
+        ModelToPrepare,
+        PrepareCall,
+        Request,
+    )
 
 _Key = tuple[float, ...]
 

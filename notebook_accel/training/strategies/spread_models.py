@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.training.strategies.request import ModelToPrepare, Request
+    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 
 def has_parts(tensors: Iterable[Any]) -> bool:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.tracking.base import GeneralTracker, numbers_of
+from notebook_accel.training.tracking.tracker import GeneralTracker, numbers_of
 
 if TYPE_CHECKING:
     import os

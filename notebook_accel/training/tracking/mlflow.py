@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.text_values import parse_flag
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.tracking.base import LibraryTracker, numbers_of, on_main_process
+from notebook_accel.training.tracking.tracker import LibraryTracker, numbers_of, on_main_process
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

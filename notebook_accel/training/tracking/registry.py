@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings.handlers import TextEnum
-from notebook_accel.training.tracking.base import GeneralTracker, LibraryTracker
 from notebook_accel.training.tracking.mlflow import MLflowTracker
 from notebook_accel.training.tracking.tensorboard import TensorBoardTracker
+from notebook_accel.training.tracking.tracker import GeneralTracker, LibraryTracker
 from notebook_accel.training.tracking.wandb import WandBTracker
 
 if TYPE_CHECKING:

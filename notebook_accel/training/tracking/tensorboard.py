@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from notebook_accel.training.tracking.base import (
+from notebook_accel.training.tracking.tracker import (
     LibraryTracker,
     flatten,
     on_main_process,

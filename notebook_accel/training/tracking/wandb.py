@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.tracking.base import LibraryTracker, with_numbers
+from notebook_accel.training.tracking.tracker import LibraryTracker, with_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

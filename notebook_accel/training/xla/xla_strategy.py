@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.training.strategies.request import ModelToPrepare, Request
+    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 # Torch has one flag for the process, and ranks may be threads of it.
 _moving = threading.Lock()

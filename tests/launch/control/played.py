@@ -19,7 +19,7 @@ from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 __all__ = ["DrawnStates", "PlayedAgent", "PlayedRun", "played"]
 

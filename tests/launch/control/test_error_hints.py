@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from notebook_accel import wire
-from notebook_accel.launch.control.state import RankState
+from notebook_accel.launch.control.run_state import RankState
 from notebook_accel.launch.control.verdict import hint_lines
 
 

@@ -16,7 +16,7 @@ from notebook_accel import LaunchError, wire
 from notebook_accel.launch.control import run_folder
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
-from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.run_state import starting
 from notebook_accel.system.own_files import log_path
 from tests.descriptors import open_descriptors
 

@@ -10,7 +10,7 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
-from notebook_accel.launch.control.state import Failure, RunState, apply, starting
+from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
 from notebook_accel.launch.control.verdict import Verdict, judge
 
 if TYPE_CHECKING:

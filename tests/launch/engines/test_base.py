@@ -10,10 +10,10 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.engines import local
-from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import AgentEngine
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import pack_call
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played

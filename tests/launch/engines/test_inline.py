@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
 
 
@@ -330,7 +330,7 @@ import torch.distributed as dist
 from notebook_accel import Accelerator
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 
 def plain():
     dist.init_process_group("gloo")

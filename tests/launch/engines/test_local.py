@@ -18,10 +18,10 @@ from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.engines import local
-from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent
-from notebook_accel.launch.environment import ON_CPU, WITHOUT_DEVICES
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.rank_environment import ON_CPU, WITHOUT_DEVICES
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes

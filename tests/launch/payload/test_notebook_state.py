@@ -20,7 +20,7 @@ NOTEBOOK = """
 import json, os, sys
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.notebook.cell_setup import read_setup
 
 def ask(function):

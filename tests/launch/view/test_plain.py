@@ -12,7 +12,7 @@ from tests.notebook.states import after, logged, running, succeeded
 if TYPE_CHECKING:
     import pytest
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 
 class Shown:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from notebook_accel import wire
-from notebook_accel.launch.control.state import BarState, RankState
+from notebook_accel.launch.control.run_state import BarState, RankState
 from notebook_accel.launch.view.progress import (
     ProgressLine,
     Throughput,

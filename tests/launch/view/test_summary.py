@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.view.progress import progress_lines
 from notebook_accel.launch.view.summary import MAX_NAMED_METRICS, condition, summary_lines
 from tests.notebook.states import after, logged, running, succeeded

@@ -34,7 +34,7 @@ from notebook_accel.training.strategies.deepspeed.zero_engine import (
     DeepSpeedSchedulerWrapper,
     GatheredParameters,
 )
-from notebook_accel.training.strategies.request import PrepareCall
+from notebook_accel.training.strategies.strategy_request import PrepareCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-    from notebook_accel.training.strategies.request import ModelToPrepare, Request
+    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 _GROUP = "process group that DeepSpeed knows"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.processes.topology import Topology
     from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accel.training.strategies.request import PrepareCall
+    from notebook_accel.training.strategies.strategy_request import PrepareCall
 
 _ZERO = "zero_optimization."
 

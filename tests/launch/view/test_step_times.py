@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.state import RunState, starting
-from notebook_accel.launch.view.steps import step_lines, step_table
+from notebook_accel.launch.control.run_state import RunState, starting
+from notebook_accel.launch.view.step_times import step_lines, step_table
 
 # Milliseconds of a step of 100 ms.
 PLAIN = {"data": 5, "forward": 30, "backward": 50, "optimizer": 10, "rest": 5, "collectives": 0}

@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accel import ConfigError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.environment import num_threads_of, rank_environment
+from notebook_accel.launch.rank_environment import num_threads_of, rank_environment
 
 
 def test_whose_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch.worker import collectives
+from notebook_accel.launch.worker import flight_recorder
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    monkeypatch.setattr(collectives, "has_process_group", lambda: True)
+    monkeypatch.setattr(flight_recorder, "has_process_group", lambda: True)
     monkeypatch.setattr(of_torch, "ranks_of_groups", lambda: {"5": [4, 6, 7]})
     monkeypatch.setattr(of_torch, "recorded_collectives", lambda: made.entries)
     return made
 
 
 def told() -> list[wire.Collective]:
-    return [*collectives.newest(since=0, notice=pytest.fail)]
+    return [*flight_recorder.newest(since=0, notice=pytest.fail)]
 
 
 def test_a_send_or_receive_names_the_other_rank(recorder: Recorder) -> None:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.call import Call, NewCall
     from notebook_accel.launch.control.pool import RankPool
+    from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.payload import PackedCall
-    from notebook_accel.launch.request import LaunchRequest
 
 # Arguments of Accelerate's notebook_launcher that only a launch over several machines reads. Here
 # they are accepted, and a line says that they are not used (`Engine.unused`).

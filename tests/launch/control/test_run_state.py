@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.state import RunState, starting
+from notebook_accel.launch.control.run_state import RunState, starting
 from tests.notebook.states import after, logged
 
 MESSAGES: list[wire.Message] = [

@@ -16,7 +16,7 @@ from notebook_accel.launch.text import wording
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.run_state import RunState
 
 _PARTS = ("data", "forward", "backward", "collectives", "optimizer", "rest")
 # Of so many ranks each has a row; of more, the slowest one and the median have.
