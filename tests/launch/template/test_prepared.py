@@ -183,7 +183,7 @@ def test_no_process_is_left_of_a_kernel_that_ends_while_its_template_imports(
     code = f"""
 import sys, time, psutil
 from tests.templates import import_little
-from notebook_accel.launch import wire
+from notebook_accel import wire
 from notebook_accel.launch.template.handle import template
 import_little()
 source = template()

@@ -12,16 +12,17 @@ import pytest
 # Bars are patched for the life of a process: each scene runs in one of its own, as in a rank.
 _STAGE = """
 import io, json, os, sys, threading, time
-from notebook_accel.launch import rank, wire
+from notebook_accel import wire
+from notebook_accel.rank import this_rank
 from notebook_accel.launch.worker import bars
 from notebook_accel.actions.scoreboard import Scoreboard
 
 told = []
-context = rank.LaunchedContext(
+context = this_rank.LaunchedContext(
     rank=3, local_rank=0, world_size=4, local_world_size=1, run="r",
     send=told.append, board=Scoreboard(1),
 )
-rank.enter(context)
+this_rank.enter(context)
 bars.install()
 facts = {}
 """
