@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, Run, notebook_launcher, sweep
-from notebook_accel.launch import rank_environment as environment
+from notebook_accel.launch import rank_environment
 from notebook_accel.launch import run_list
 from tests.waiting import eventually
 
@@ -31,7 +31,7 @@ def test_a_device_that_a_run_uses_is_given_to_no_trial_and_no_clone(
 ) -> None:
     monkeypatch.setenv("SIM_DEVICES", "2")
     monkeypatch.setenv("SIM_READS_CUDA_VISIBLE", "0")
-    monkeypatch.setitem(environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
+    monkeypatch.setitem(rank_environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
     until = f"{tmp_path}/over"
     run = notebook_launcher(visible, (7, until), devices=[0], block=False, view="none")
     trials = sweep(visible, {"number": [1, 2, 3]}, view="none")
@@ -73,7 +73,7 @@ def takes_turns(number: int) -> tuple[str | None, int]:
 def test_in_turns_each_trial_keeps_its_device_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIM_DEVICES", "2")
     monkeypatch.setenv("SIM_READS_CUDA_VISIBLE", "0")
-    monkeypatch.setitem(environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
+    monkeypatch.setitem(rank_environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
     found = sweep(takes_turns, {"number": range(5)}, metric="loss", rounds=3, view="none")
     assert [run.status for run in found] == ["succeeded"] * 5
     assert {run[0][0] for run in found} == {"0", "1"}

@@ -278,9 +278,10 @@ class EventClock:
     """Tells how long a device takes, by events among what is queued on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.is_host = is_host(device) or device.type in _DRIVERS  # XLA has no events
+        module = getattr(torch, device.type, None)
+        # What has no module, as XLA, has no events.
+        self.is_host = is_host(device) or module is None
         self._device = device
-        module = None if self.is_host else device_module(device.type)
         # Into a graph that is being captured no event of ours may come, nor may one be asked.
         self._captures = getattr(module, "is_current_stream_capturing", bool)
 
