@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, Run, notebook_launcher, sweep
-from notebook_accel.launch import rank_environment
-from notebook_accel.launch import run_list
+from notebook_accel.launch import rank_environment, run_list
 from tests.waiting import eventually
 
 SOON = 60.0
