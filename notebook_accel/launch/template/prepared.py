@@ -57,7 +57,8 @@ _SAFE_COUNT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # NVML has the last two open, a driver's context more than them.
 _HARMLESS_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|shm/|pts/|nvidiactl|nvidia\d+$)")
 _IMPORT_SECONDS = 60.0
-_FORK_SECONDS = 20.0
+# Half of what the kernel waits for the clean template, which then still forks the agent itself.
+_FORK_SECONDS = 10.0
 _ADOPTION_SECONDS = 5.0
 _POLL_SECONDS = 0.001
 # That of jemalloc, which pyarrow brings, and so datasets and pandas: the child starts it again.
