@@ -10,10 +10,10 @@ import torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import AutocastForward, strip_forward
 from notebook_accel.training.precision.float8 import AORecipeKwargs, convert_model_to_fp8_ao
-from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.settings import environment
 
 if TYPE_CHECKING:
+    from notebook_accel.training.precision.loss_scaling import LossScaling
     from notebook_accel.training.settings.handlers import AutocastKwargs, GradScalerKwargs
 
 
@@ -24,7 +24,6 @@ class Precision:
 
     Attributes:
         dtype: the type to which autocast casts operations; None for full precision.
-        scaling: the loss scaling; None if the precision needs none.
     """
 
     name: ClassVar[str] = "no"
@@ -47,7 +46,6 @@ class Precision:
         self.device_type = device.type
         self.options = autocast
         self.scaler_options = scaler
-        self.scaling = self.make_scaling(LossScaling)
 
     def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
         """Return a loss scaling, an object of ``kind``; None if this precision needs none."""

@@ -27,6 +27,8 @@ class LossScaling:
     """
 
     kind_of_scaler: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
+    # Of a scaler that the user sets (``accelerator.scaler``).
+    kind_to_set: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler

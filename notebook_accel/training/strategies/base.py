@@ -69,7 +69,7 @@ class Strategy:
         self.handlers = request.handlers
         self.dynamo = request.dynamo
         self.parallelism = request.plugins.get("parallelism_config")
-        self.scaling = request.precision.scaling
+        self.scaling = request.precision.make_scaling(self.kind_of_scaling)
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
@@ -78,10 +78,10 @@ class Strategy:
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off."""
         kind = self.kind_of_scaling
-        if scaler is not None and not isinstance(scaler, kind.kind_of_scaler):
+        if scaler is not None and not isinstance(scaler, kind.kind_to_set):
             raise ConfigError(
                 f"accelerator.scaler is set to a {type(scaler).__name__}: expected None or a "
-                f"{kind.kind_of_scaler.__name__}, which the Accelerator has made: set it up by "
+                f"{kind.kind_to_set.__name__}, which the Accelerator has made: set it up by "
                 "kwargs_handlers=[GradScalerKwargs(...)]"
             )
         # The property brings the scaler up to date with the last step first.

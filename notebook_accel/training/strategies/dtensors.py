@@ -211,7 +211,7 @@ of_torch.unscale_by(AgreeingScaler, unscale_in_parts)
 class AgreeingScaling(LossScaling):
     """Loss scaling for sharded weights: all ranks unscale if any rank has gradients."""
 
-    kind_of_scaler = AgreeingScaler
+    kind_of_scaler = kind_to_set = AgreeingScaler
 
     def is_so_anywhere(self, is_so: bool) -> bool:
         return bool(reduce(torch.tensor(is_so), "max"))

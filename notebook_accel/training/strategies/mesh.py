@@ -58,7 +58,6 @@ class MeshParallel(TakesSpreadModels):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.scaling = self.precision.make_scaling(self.kind_of_scaling)
         sharding = request.plugins.get("fsdp_plugin")
         asked = request.plugins.get("parallelism_config")
         self.plugin = sharding or FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -64,9 +64,10 @@ class _SpreadScaling(LossScaling):
 class TakesSpreadModels(Strategy):
     """Base class of strategies that also accept models which the user has wrapped or sharded."""
 
+    kind_of_scaling: type[LossScaling] = _SpreadScaling
+
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.scaling = self.precision.make_scaling(_SpreadScaling)
         self._was_given_parts = False
         self._in_parts: weakref.WeakSet[Module] = weakref.WeakSet()
         # Whether backward reduces the gradients of a sharded model; it does where nothing was set.

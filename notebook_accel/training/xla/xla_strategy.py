@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from notebook_accel.training.precision.loss_scaling import LossScaling
     from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 # Torch has one flag for the process, and ranks may be threads of it.
@@ -51,7 +52,7 @@ class XlaParallel(Strategy):
         import torch_xla.debug.metrics as met
 
         super().__init__(request)
-        _refuse_others(request)
+        _refuse_others(request.plugins, self.scaling)
         self._xm: Any = xm
         self._metrics: Any = met
         # By number: ranks that are threads see each other's optimizers step.
@@ -174,13 +175,13 @@ class _MovingForward(RemovableForward):
         return self.plain(*moved_args, **moved_kwargs)
 
 
-def _refuse_others(request: Request) -> None:
-    for name in request.plugins:
+def _refuse_others(plugins: Iterable[str], scaling: LossScaling | None) -> None:
+    for name in plugins:
         raise ConfigError(
             f"{name} was given, and torch_xla trains here with a whole model on each rank: "
             "sharding is there by SPMD alone, which excludes xmp.spawn. Leave the plugin out"
         )
-    if request.precision.scaling is not None:
+    if scaling is not None:
         raise ConfigError(
             'mixed_precision="fp16" scales losses, which torch_xla does not support: use "bf16", '
             "which TPUs are made for"
