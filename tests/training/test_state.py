@@ -301,7 +301,7 @@ def test_a_device_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) ->
         "device_count": 2,
     }.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
-    monkeypatch.setattr(devices, "_make_current", current.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
     # Names, local rank, and what it gives.
     cases = [("cuda:1", 0, "cuda:1"), ("cuda", 1, "cuda:1"), ("cpu", 1, "cpu"), ("", 0, "cuda:0")]
     for named, rank, expected in cases:

@@ -68,7 +68,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     if accelerator is None or (named is not None and named.type == "cpu"):
         return HOST
     if named is not None and named.index is not None:
-        _make_current(named.index)
+        torch.accelerator.set_device_index(named.index)
         return named
     count = torch.accelerator.device_count()
     # A rank that was given one device only finds it at index 0, whatever its local rank.
@@ -80,7 +80,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
             f"{count}. Start at most {count} ranks here{by_gloo if is_served else ''}"
         )
     index = local_rank % count
-    _make_current(index)
+    torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
 
 
@@ -143,11 +143,7 @@ def default_device() -> torch.device:
 def make_current(device: torch.device) -> None:
     """Make a device the current one of this thread; a new thread's is device 0."""
     if device.index is not None and device.type not in _DRIVERS:
-        _make_current(device.index)
-
-
-def _make_current(index: int) -> None:
-    torch.accelerator.set_device_index(index)
+        torch.accelerator.set_device_index(device.index)
 
 
 @dataclass(frozen=True)
