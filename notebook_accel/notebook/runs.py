@@ -1,45 +1,66 @@
 """The functions ``runs``, ``find_run``, ``last_run``, ``attach`` and ``compare``.
 
 They find the runs of this process and of earlier ones, and show them as a table, in which each
-metric has a column with its last value.
+metric has a column with its last value, and one with its best where its name says what that is.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from notebook_accel.config.checks import as_choice
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
+from notebook_accel.launch.control.curves import Curve
+from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.plotting import plot_together
-from notebook_accel.launch.run import Run
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
+from notebook_accel.notebook.snapshot import COLOURS
 from notebook_accel.notebook.sweeps.sweep import attach_sweep
+from notebook_accel.notebook.sweeps.trial import in_a_line
 from notebook_accel.notebook.views import choose_view
+from notebook_accel.render.charts import sparkline
 from notebook_accel.render.markup import element
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
-    from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.view import View
 
 T = TypeVar("T")
 # Metrics with a column; of more the first ones have one.
 _MAX_METRICS = 8
-# Characters of what a run is called.
+# Characters of what a run is called, and of an error.
 _MAX_LABEL = 60
+_MAX_ERROR = 80
+# Words in the names of metrics whose best value is the lowest, or the highest.
+_LOWER = {"loss", "error", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer"}
+_HIGHER = {"accuracy", "acc", "f1", "auc", "precision", "recall", "bleu", "reward", "score", "iou"}
+# Those of a cycle of matplotlib, which colours the runs of compare().
+_CYCLE = (
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd",
+    "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
+)  # fmt: skip
+# Of a curve that is a cell of the table; runs whose curves are kept once they have ended.
+_STRETCHES = 32
+_MAX_CURVES = 256
 
 
 class RunTable(list[T]):
     """A list, of runs or of axes, that a notebook shows as a table of runs in their present state.
 
-    ``runs`` are (label, run) pairs; ``names`` the metrics with a column, eight at most (None: all).
+    ``runs`` are (label, run) pairs; ``names`` the metrics with a column, eight at most (None: all);
+    ``sort`` is the metric whose curve is shown (None: the first).
     """
 
     def __init__(
@@ -47,19 +68,25 @@ class RunTable(list[T]):
         items: Iterable[T],
         runs: Sequence[tuple[str, Run]],
         names: Sequence[str] | None = None,
+        sort: str | None = None,
     ) -> None:
         super().__init__(items)
         self._runs = runs
         self._names = names
+        self._sort = sort
 
     def _rows(self) -> list[list[str]]:
         """Columns that are empty for all runs are left out."""
-        states = [(label, run.state) for label, run in self._runs]
-        logged = dict.fromkeys(name for _, state in states for name in last_values(state))
+        logged = dict.fromkeys(name for _, run in self._runs for name in last_values(run.state))
         names = list(logged if self._names is None else self._names)
-        rows = [_facts(label, state, names[:_MAX_METRICS]) for label, state in states]
+        if self._sort is not None:
+            names = [self._sort, *(name for name in names if name != self._sort)]
+        names = names[:_MAX_METRICS]
         head = ["run", "state", "started", "took", "arguments"]
-        head += [*map(name_of, names[:_MAX_METRICS]), "notebook", "id"]
+        for name in names:
+            head += [name_of(name), f"best {name_of(name)}"]
+        head += [f"{name_of(names[0])} curve" if names else "", "error", "notebook", "id"]
+        rows = [_facts(label, run, names) for label, run in self._runs]
         columns = [(title, *cells) for title, *cells in zip(head, *rows, strict=True) if any(cells)]
         return [list(row) for row in zip(*columns, strict=True)]
 
@@ -72,23 +99,78 @@ class RunTable(list[T]):
         if not self._runs:
             return None
         head, *rows = self._rows()
-        lines = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
+        lines = []
+        for index, ((_, run), row) in enumerate(zip(self._runs, rows, strict=True)):
+            state = COLOURS.get(run.status)
+            colours = {"state": state, "error": state}
+            colours |= {
+                name: _CYCLE[index % len(_CYCLE)] for name in head if name.endswith("curve")
+            }
+            cells = [
+                element("td", cell, style=f"color:{colour}" if colour else None)
+                for cell, colour in zip(row, map(colours.get, head), strict=True)
+            ]
+            lines.append(element("tr", *cells))
         titles = element("tr", *(element("th", title) for title in head))
         return str(element("table", element("thead", titles), element("tbody", *lines)))
 
 
-def _facts(label: str, state: RunState, names: Sequence[str]) -> list[str]:
-    last = last_values(state)
+def _facts(label: str, run: Run, names: Sequence[str]) -> list[str]:
+    state = run.state
+    last, curves = last_values(state), _curves(run)
+    values = []
+    for name in names:
+        best = _best(curves.get(name), _mode_of(name))
+        values += [last.get(name, ""), "" if best is None else wording.number(best)]
+    failure = state.failure
     return [
         one_line(label, _MAX_LABEL),
         f"{SIGNS.get(state.status, '●')} {state.status}",
         wording.moment(state.started),
         wording.span(elapsed(state, state.now())),
         state.arguments,
-        *(last.get(name, "") for name in names),
+        *values,
+        sparkline(curves[names[0]].points()) if names and names[0] in curves else "",
+        one_line(in_a_line(failure.traceback, failure.message), _MAX_ERROR) if failure else "",
         state.notebook,
         state.run,
     ]
+
+
+def _curves(run: Run) -> dict[str, Curve]:
+    """Return the curves of rank 0 by the metrics' names; of an ended run they are read once."""
+    call = call_of(run)
+    live = call.curves
+    if live is not None:
+        return {name: curve for name in live.names if (curve := live.of(name).get(0)) is not None}
+    call.metrics.flush()
+    return (_read_curves if call.ended.is_set() else _read_curves.__wrapped__)(call.folder.path)
+
+
+@lru_cache(maxsize=_MAX_CURVES)
+def _read_curves(folder: Path) -> dict[str, Curve]:
+    found: dict[str, Curve] = {}
+    try:
+        rows = MetricReader(folder).sample()
+    except OSError:  # a table of many runs is shown without what one has lost
+        return {}
+    for row in rows:
+        if row["rank"] == 0:
+            found.setdefault(row["name"], Curve(_STRETCHES)).add(row["step"], row["value"])
+    return found
+
+
+def _mode_of(name: str) -> str | None:
+    """Return whether the metric's best value is the lowest or the highest, if its name says it."""
+    words = {*re.split(r"[^a-z0-9]+", name.lower())}
+    return "min" if words & _LOWER else "max" if words & _HIGHER else None
+
+
+def _best(curve: Curve | None, mode: str | None) -> float | None:
+    values = [y for _, y in curve.points() if math.isfinite(y)] if curve is not None else []
+    if mode is None or not values:
+        return None
+    return min(values) if mode == "min" else max(values)
 
 
 def find_run(run_id: str) -> Run:
@@ -165,19 +247,26 @@ def last_run() -> Run:
     return here[-1]
 
 
-def runs(*, everywhere: bool = False) -> RunTable[Run]:
+def runs(
+    *, everywhere: bool = False, sort: str | None = None, mode: str | None = None
+) -> RunTable[Run]:
     """Return the runs of this process, the newest last, failed and interrupted ones too.
 
-    A notebook shows the list as a table. Results are kept as long as something refers to the handle
-    that the launch returned, and unread ones of the newest run until the next launch; else a run
-    has logs, metrics and state only. A launch that raised returned no handle; the newest few of
-    these runs keep their results.
+    A notebook shows the list as a table, with the last and the best value of each metric. Results
+    are kept as long as something refers to the handle that the launch returned, and unread ones of
+    the newest run until the next launch; else a run has logs, metrics and state only. A launch that
+    raised returned no handle; the newest few of these runs keep their results.
 
     Args:
         everywhere: also return the runs that other processes and earlier kernels left on disk; all
             are in the order of their starts.
+        sort: name of a metric; the run with its best value comes first, and those that failed or
+            have no value last.
+        mode: whether the best value is the lowest ("min") or the highest ("max"). None: "max" for
+            names such as "accuracy" or "eval/f1", else "min".
 
     Raises:
+        ConfigError: no run has logged ``sort``, or ``mode`` is neither.
         LaunchError: ``everywhere`` is True, and this user has no folder for runs.
 
     Example:
@@ -187,7 +276,28 @@ def runs(*, everywhere: bool = False) -> RunTable[Run]:
         True
     """
     found = run_list.runs(everywhere=everywhere, view=_view_of_past)
-    return RunTable(found, [(run.name, run) for run in found])
+    if mode is not None:
+        as_choice("mode", mode, ["min", "max"])
+    if sort is not None:
+        found = _sorted(found, sort, mode or _mode_of(sort) or "min")
+    return RunTable(found, [(run.name, run) for run in found], sort=sort)
+
+
+def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:
+    curves = {run.id: _curves(run) for run in found}
+    if found and not any(metric in each for each in curves.values()):
+        logged = ", ".join(
+            map(repr, dict.fromkeys(name for each in curves.values() for name in each))
+        )
+        raise ConfigError(
+            f"sort={shown(metric)}: no run has logged it; they logged {logged or 'nothing'}"
+        )
+
+    def place(run: Run) -> float:
+        best = None if run.status == "failed" else _best(curves[run.id].get(metric), mode)
+        return math.inf if best is None else best if mode == "min" else -best
+
+    return sorted(found, key=place)
 
 
 def _view_of_past() -> View:

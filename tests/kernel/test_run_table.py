@@ -32,7 +32,8 @@ for lr in (0.01, 0.1):
     run = notebook_launcher(train, (lr, Model()), 1, kwargs={"key": key}, name=f"lr {lr}")
 """
 FACTS = ["run", "state", "started", "took", "arguments"]
-COLUMNS = [*FACTS, "loss", "accuracy", "lr", "notebook", "id"]
+METRICS = ["loss", "best loss", "accuracy", "best accuracy", "lr", "loss curve"]
+COLUMNS = [*FACTS, *METRICS, "error", "notebook", "id"]
 
 
 def cells(text: str) -> list[list[str]]:
@@ -66,10 +67,20 @@ def test_runs_and_comparisons_are_shown_as_tables(
         assert re.fullmatch(r"\d+\.\d s", first[3])
         assert first[4].startswith("lr=0.01, model=Model, key='<b>kkk")
         assert "k" * 60 not in text
-        assert first[5:9] == ["0.375", "0.5", "0.01", "digits.ipynb"]
+        assert first[5:12] == ["0.375", "0.125", "0.5", "0.75", "0.01", "█▁▃▆", "digits.ipynb"]
         assert second[0] == "lr 0.1"
         assert third[:2] == ["fails", "✗ failed"]
+        assert "ValueError: on purpose" in third
         assert html.count("<tr>") == 4
+        # Failures are red, and a curve has the run's colour in compare().
+        assert "<td style='color:#cf4f57'>✗ failed</td>" in html
+        assert "<td style='color:#1f77b4'>█▁▃▆</td>" in html
+        assert "<td style='color:#ff7f0e'>█▁▃▆</td>" in html
+        table, _ = shown("runs(sort='lr', mode='max')")
+        assert [row[0] for row in cells(table)] == ["run", "lr 0.1", "lr 0.01", "fails"]
+        table, _ = shown("runs(sort='accuracy')")
+        assert "accuracy curve" in cells(table)[0]
+        assert "they logged 'loss', 'accuracy', 'lr'" in notebook.fails("runs(sort='acuracy')")
         assert "&lt;b&gt;kkk" in html
         assert "<b>" not in html
         assert notebook.run("print(runs())") == f"{text}\n"
@@ -83,6 +94,6 @@ def test_runs_and_comparisons_are_shown_as_tables(
         assert [row[0] for row in cells(table)] == ["run", "lr 0.01", "lr 0.1"]
         table, _ = shown("compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
         assert [row[0] for row in cells(table)] == ["run", "slow", "fast"]
-        assert cells(table)[1][5:7] == ["0.375", "digits.ipynb"]
+        assert cells(table)[1][5:7] == ["0.375", "0.125"]
         axes = "[axis.get_title() for axis in compare(*old[:2], names=['lr'])]"
         assert notebook.run(f"print({axes})") == "['lr']\n"
