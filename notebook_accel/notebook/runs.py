@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from notebook_accel.config.checks import as_choice
 from notebook_accel.errors import ConfigError, NotebookAccelError
@@ -56,11 +56,19 @@ _STRETCHES = 32
 _MAX_CURVES = 256
 
 
+class _Title(NamedTuple):
+    """The title of a column, and whose colour its cells have: "state"'s, or "run" for one each."""
+
+    text: str
+    colour: str = ""
+
+
 class RunTable(list[T]):
     """A list, of runs or of axes, that a notebook shows as a table of runs in their present state.
 
     ``runs`` are (label, run) pairs; ``names`` the metrics with a column, eight at most (None: all);
-    ``sort`` is the metric whose curve is shown (None: the first).
+    ``sort`` is the metric whose curve is shown (None: the first), ``mode`` says which of its values
+    is the best.
     """
 
     def __init__(
@@ -69,60 +77,64 @@ class RunTable(list[T]):
         runs: Sequence[tuple[str, Run]],
         names: Sequence[str] | None = None,
         sort: str | None = None,
+        mode: str | None = None,
     ) -> None:
         super().__init__(items)
         self._runs = runs
         self._names = names
         self._sort = sort
+        self._mode = mode
 
-    def _rows(self) -> list[list[str]]:
-        """Columns that are empty for all runs are left out."""
+    def _columns(self) -> list[tuple[_Title, list[str]]]:
+        """Return titles and cells; columns that are empty for all runs are left out."""
         logged = dict.fromkeys(name for _, run in self._runs for name in last_values(run.state))
         names = list(logged if self._names is None else self._names)
         if self._sort is not None:
             names = [self._sort, *(name for name in names if name != self._sort)]
-        names = names[:_MAX_METRICS]
-        head = ["run", "state", "started", "took", "arguments"]
-        for name in names:
-            head += [name_of(name), f"best {name_of(name)}"]
-        head += [f"{name_of(names[0])} curve" if names else "", "error", "notebook", "id"]
-        rows = [_facts(label, run, names) for label, run in self._runs]
-        columns = [(title, *cells) for title, *cells in zip(head, *rows, strict=True) if any(cells)]
-        return [list(row) for row in zip(*columns, strict=True)]
+        modes = {name: _mode_of(name) for name in names[:_MAX_METRICS]}
+        if self._sort is not None and self._mode is not None:
+            modes[self._sort] = self._mode
+        head = [_Title("run"), _Title("state", "state")]
+        head += map(_Title, ("started", "took", "arguments"))
+        for name in modes:
+            head += [_Title(name_of(name)), _Title(f"best {name_of(name)}")]
+        head += [_Title(f"{name_of(next(iter(modes)))} curve" if modes else "", "run")]
+        head += [_Title("error", "state"), _Title("notebook"), _Title("id")]
+        rows = [_facts(label, run, modes) for label, run in self._runs]
+        columns = zip(head, *rows, strict=True)
+        return [(title, cells) for title, *cells in columns if any(cells)]
 
     def __repr__(self) -> str:
         if not self._runs:
             return "[]"
-        return "\n".join(wording.aligned(self._rows()))
+        columns = [[title.text, *cells] for title, cells in self._columns()]
+        return "\n".join(wording.aligned([[*row] for row in zip(*columns, strict=True)]))
 
     def _repr_html_(self) -> str | None:
         if not self._runs:
             return None
-        head, *rows = self._rows()
+        columns = self._columns()
         lines = []
-        for index, ((_, run), row) in enumerate(zip(self._runs, rows, strict=True)):
-            state = COLOURS.get(run.status)
-            colours = {"state": state, "error": state}
-            colours |= {
-                name: _CYCLE[index % len(_CYCLE)] for name in head if name.endswith("curve")
-            }
+        for index, (_, run) in enumerate(self._runs):
+            colours = {"state": COLOURS.get(run.status), "run": _CYCLE[index % len(_CYCLE)]}
+            styles = [colours.get(title.colour) for title, _ in columns]
             cells = [
-                element("td", cell, style=f"color:{colour}" if colour else None)
-                for cell, colour in zip(row, map(colours.get, head), strict=True)
+                element("td", cells[index], style=f"color:{colour}" if colour else None)
+                for (_, cells), colour in zip(columns, styles, strict=True)
             ]
             lines.append(element("tr", *cells))
-        titles = element("tr", *(element("th", title) for title in head))
+        titles = element("tr", *(element("th", title.text) for title, _ in columns))
         return str(element("table", element("thead", titles), element("tbody", *lines)))
 
 
-def _facts(label: str, run: Run, names: Sequence[str]) -> list[str]:
+def _facts(label: str, run: Run, modes: Mapping[str, str | None]) -> list[str]:
     state = run.state
     last, curves = last_values(state), _curves(run)
     values = []
-    for name in names:
-        best = _best(curves.get(name), _mode_of(name))
+    for name, mode in modes.items():
+        best = _best(curves.get(name), mode)
         values += [last.get(name, ""), "" if best is None else wording.number(best)]
-    failure = state.failure
+    failure, first = state.failure, curves.get(next(iter(modes), ""))
     return [
         one_line(label, _MAX_LABEL),
         f"{SIGNS.get(state.status, '●')} {state.status}",
@@ -130,7 +142,7 @@ def _facts(label: str, run: Run, names: Sequence[str]) -> list[str]:
         wording.span(elapsed(state, state.now())),
         state.arguments,
         *values,
-        sparkline(curves[names[0]].points()) if names and names[0] in curves else "",
+        "" if first is None else sparkline(first.points()),
         one_line(in_a_line(failure.traceback, failure.message), _MAX_ERROR) if failure else "",
         state.notebook,
         state.run,
@@ -279,8 +291,9 @@ def runs(
     if mode is not None:
         as_choice("mode", mode, ["min", "max"])
     if sort is not None:
-        found = _sorted(found, sort, mode or _mode_of(sort) or "min")
-    return RunTable(found, [(run.name, run) for run in found], sort=sort)
+        mode = mode or _mode_of(sort) or "min"
+        found = _sorted(found, sort, mode)
+    return RunTable(found, [(run.name, run) for run in found], sort=sort, mode=mode)
 
 
 def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:

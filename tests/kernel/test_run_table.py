@@ -78,6 +78,10 @@ def test_runs_and_comparisons_are_shown_as_tables(
         assert "<td style='color:#ff7f0e'>█▁▃▆</td>" in html
         table, _ = shown("runs(sort='lr', mode='max')")
         assert [row[0] for row in cells(table)] == ["run", "lr 0.1", "lr 0.01", "fails"]
+        # The best of what it is sorted by is the one that was asked for.
+        table, _ = shown("runs(sort='loss', mode='max')")
+        assert cells(table)[0][5:7] == ["loss", "best loss"]
+        assert cells(table)[1][5:7] == ["0.375", "0.5"]
         table, _ = shown("runs(sort='accuracy')")
         assert "accuracy curve" in cells(table)[0]
         assert "they logged 'loss', 'accuracy', 'lr'" in notebook.fails("runs(sort='acuracy')")
