@@ -193,6 +193,35 @@ def test_a_launch_that_waits_for_room_says_so_and_keeps_none(
     )
 
 
+def test_trials_of_a_sweep_begin_as_the_cluster_has_room(notebook: Notebook) -> None:
+    notebook.run(
+        """
+        def train(lr):
+            accelerator = Accelerator()
+            begin = time.time()
+            for step in range(5):
+                accelerator.log({"loss": float(accelerator.reduce(torch.ones(1))) * lr}, step=step)
+                time.sleep(0.1)
+            return begin, time.time()
+        """
+    )
+    asked = "metric='loss', engine='ray', devices='cpu'"
+    refused = notebook.fails(f"sweep(train, {{'lr': [1]}}, num_processes=30, {asked})")
+    assert "num_processes=30, and the Ray cluster has room for 8 ranks" in refused
+    notebook.run(f"s = sweep(train, {{'lr': [0.4, 0.1, 0.3, 0.2]}}, num_processes=3, {asked})")
+    assert notebook.run("print([run.status for run in s], s.best.state.arguments)") == (
+        "['succeeded', 'succeeded', 'succeeded', 'succeeded'] lr=0.1\n"
+    )
+    # Of 8 places three ranks each: two trials at a time, no more.
+    overlaps = notebook.run(
+        """
+        times = [run[0] for run in s]
+        print(max(sum(b <= t < e for b, e in times) for t, _ in times))
+        """
+    )
+    assert overlaps == "2\n"
+
+
 def test_output_is_live_and_a_stop_and_an_interrupt_end_all_nodes(
     notebook: Notebook, tmp_path: Path
 ) -> None:

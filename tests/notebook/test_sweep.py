@@ -146,7 +146,8 @@ def test_bad_input_starts_nothing() -> None:
         ("needs metric=", {"lr": [1]}, {"rounds": 8}),
         ("rounds=0", {"lr": [1]}, {"rounds": 0}),
         ("cannot be paused", {"lr": [1]}, {"detach": True, "rounds": 2, "metric": "loss"}),
-        ("engine='ray'", {"lr": [1]}, {"engine": "ray"}),
+        ("expected one of 'auto', 'local'", {"lr": [1]}, {"engine": "elastic"}),
+        ("keep its place", {"lr": [1]}, {"engine": "ray", "rounds": 2, "metric": "loss"}),
         ("view='big'", {"lr": [1]}, {"view": "big"}),
     ]:
         with pytest.raises(ConfigError, match=error):

@@ -105,7 +105,7 @@ class RayEngine(MachinesEngine):
             ray.remote(_NodeActor)
             .options(
                 num_cpus=num_ranks,
-                num_gpus=num_ranks if _uses_gpus(ray, request) else 0,
+                num_gpus=num_ranks if "GPU" in _resources_of_rank(ray, request.config) else 0,
                 scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False),
             )
             .remote()
@@ -158,20 +158,35 @@ def _connected() -> Any:
     return ray
 
 
-def _uses_gpus(ray: Any, request: LaunchRequest) -> bool:
-    return request.config.devices != "cpu" and bool(ray.cluster_resources().get("GPU"))
+def num_places(config: LaunchConfig) -> tuple[int, int]:
+    """Return for how many ranks a cluster has room in all, and how many more it has room for now.
+
+    Raises:
+        LaunchError: Ray is not installed.
+    """
+    ray = _connected()
+    names = _resources_of_rank(ray, config)
+    now, in_all = ray.available_resources(), ray.cluster_resources()
+    total, free = (int(min(found.get(name, 0) for name in names)) for found in (in_all, now))
+    return total, free
+
+
+def _resources_of_rank(ray: Any, config: LaunchConfig) -> list[str]:
+    """Return of what each rank takes one."""
+    has_gpus = config.devices != "cpu" and bool(ray.cluster_resources().get("GPU"))
+    return ["CPU", "GPU"] if has_gpus else ["CPU"]
 
 
 def _place(ray: Any, request: LaunchRequest) -> Counter[str]:
     """Have Ray choose nodes for the ranks; return the number of ranks by Ray's id of the node."""
-    uses_gpus = _uses_gpus(ray, request)
     resources = ray.cluster_resources()
-    num_ranks = request.config.num_processes or (int(resources["GPU"]) if uses_gpus else 1)
-    bundle = {"CPU": 1, **({"GPU": 1} if uses_gpus else {})}
-    short = [name for name, count in bundle.items() if resources.get(name, 0) < count * num_ranks]
-    nodes = {} if short else _nodes_for([bundle] * num_ranks, ray, request)
+    names = _resources_of_rank(ray, request.config)
+    num_ranks = request.config.num_processes or (int(resources["GPU"]) if "GPU" in names else 1)
+    is_short = any(resources.get(name, 0) < num_ranks for name in names)
+    bundle = dict.fromkeys(names, 1)
+    nodes = {} if is_short else _nodes_for([bundle] * num_ranks, ray, request)
     if not nodes:
-        has = ", ".join(f"{resources.get(name, 0):g} {name}s" for name in bundle)
+        has = ", ".join(f"{resources.get(name, 0):g} {name}s" for name in names)
         raise LaunchError(
             f"num_processes={num_ranks}, and the Ray cluster has {has}, of which others may use "
             "some: each rank takes one. Ask for fewer, or wait until there is room"

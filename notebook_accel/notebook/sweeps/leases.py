@@ -1,11 +1,16 @@
-"""Which accelerators a trial gets: those that no run of this kernel uses, unless it is to share."""
+"""Which accelerators a trial gets: those that no run of this kernel uses, unless it is to share.
+
+On a Ray cluster, Ray chooses them; a trial begins when there is room for all its ranks.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from notebook_accel.config.checks import check_enough
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
+from notebook_accel.launch.engines.ray import num_places
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.rank_environment import VISIBLE_OF_KIND
 
@@ -64,3 +69,28 @@ class Leases:
         taken, users = run_list.least_used(among, number)
         self.awaited = "" if self._shares else ", ".join(dict.fromkeys(run.name for run in users))
         return None if self.awaited else taken
+
+
+class RayLeases(Leases):
+    """The places of a Ray cluster."""
+
+    def __init__(self, config: LaunchConfig, concurrent: int | None) -> None:
+        """Count the places.
+
+        Raises:
+            ConfigError: a trial needs more than there are.
+            LaunchError: Ray is not installed.
+        """
+        self._config, self._ranks = config, config.num_processes or 1
+        total, _ = num_places(config)
+        if self._ranks > total:
+            raise ConfigError(
+                f"num_processes={self._ranks}, and the Ray cluster has room for {total} ranks"
+            )
+        self.at_a_time = concurrent or total // self._ranks
+        self.awaited, self.num_threads = "", 1
+
+    def take(self, own: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+        has_room = num_places(self._config)[1] >= self._ranks
+        self.awaited = "" if has_room else "others on the Ray cluster"
+        return () if has_room else None

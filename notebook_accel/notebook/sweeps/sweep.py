@@ -36,7 +36,7 @@ from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of
 from notebook_accel.notebook.sweeps import table
 from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
-from notebook_accel.notebook.sweeps.leases import Leases
+from notebook_accel.notebook.sweeps.leases import Leases, RayLeases
 from notebook_accel.notebook.sweeps.panel import SweepPanel
 from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import Trial, in_a_line
@@ -537,7 +537,8 @@ def sweep(
             by ``run.stop()``. None prunes nothing.
         max_failures: so many trials that fail alike (type and place of the error) end the sweep;
             other failed trials are rows of the table.
-        engine: "auto" or "local".
+        engine: "auto" or "local"; "ray" for trials on a Ray cluster, as many at a time as it has
+            room for.
         block: wait for the end of all trials. False returns at once.
         detach: if the kernel ends, trials that run go on, and ``attach(sweep.id)`` in another
             kernel goes on with the sweep; trials that have ended are not run again.
@@ -601,7 +602,7 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
         check(sample)
     choose_view(launch.get("view", "auto"))  # for its check alone
     config, _ = resolve(settings_of(launch), launch.get("config"))
-    leases = Leases(config, asked["concurrent"])
+    leases = (RayLeases if config.engine == "ray" else Leases)(config, asked["concurrent"])
     of_call = {name: launch[name] for name in ("timeout",) if name in launch}
     env = dict(config.env or {})
     if leases.at_a_time > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
@@ -650,11 +651,9 @@ def _check_asked(asked: Mapping[str, Any]) -> None:
         raise ConfigError(f"rounds={rounds} needs metric=: a turn ends at a value of it")
     if as_flag("detach", asked["detach"]) and rounds > 1:
         raise ConfigError(f"detach=True with rounds={rounds}: detached trials cannot be paused")
-    if engine not in ("auto", "local"):
-        raise ConfigError(
-            f"engine={shown(engine)}: trials run on this machine for now. Leave it out; or launch "
-            "each setting by notebook_launcher(engine=..., block=False), and compare(runs()[-8:])"
-        )
+    as_choice("engine", engine, ["auto", "local", "ray"])
+    if rounds > 1 and engine == "ray":
+        raise ConfigError(f"engine='ray' with rounds={rounds}: a paused trial would keep its place")
 
 
 def _check_names(function: Any, names: Iterable[str]) -> None:
