@@ -109,7 +109,9 @@ class Acting:
         if self._goes_on and not self._board.num_paused:
             self._goes_on, self._pause = False, 0
             self._post(PauseEnded)
-        if self._stop is not None and self._is_done:
+        # Not before the answer: ranks that have ended are done before it is sent, and the kernel
+        # would wait for it, and the other agents' ranks for the kernel.
+        if self._stop is not None and self._is_done and self._asked_at is None:
             self._number = STOP
             self._board.ask(STOP, self._stop)
             self._asked_at, self._stop = now, None

@@ -233,3 +233,15 @@ def test_ranks_act_alike_in_ten_thousand_orders(
 ) -> None:
     for seed in range(first, first + 1_000):
         check(run_world(seed, monkeypatch))
+
+
+def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop() -> None:
+    board = Scoreboard(1, has_others=True)
+    board.row(0).call_over = 1
+    posted: list[tuple[str, int]] = []
+    acting = Acting(board, lambda kind, /, **sent: posted.append((kind.__name__, sent["number"])))
+    acting.ask(Act(number=1, content=b""), is_pause=False, refused="", now=0.0)
+    acting.ask_stop(0.0)
+    acting.tick(1.0)
+    acting.tick(2.0)
+    assert posted == [("ActionDone", 1), ("PointReached", 1), ("PointReached", scoreboard.STOP)]
