@@ -169,47 +169,6 @@ def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
     assert (loader.state_dict()["iteration"], loader.state_dict()["given"]) == (1, 0)
 
 
-class Noise:
-    """Samples that are drawn from the global random numbers, once ``draws`` is set."""
-
-    draws = False
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(()) if self.draws else torch.zeros(())
-
-
-@pytest.mark.parametrize("draws_from", [0, 1])
-def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead(draws_from: int) -> None:
-    def noise() -> Any:
-        dataset = Noise()
-        loader = prepare(DataLoader(dataset, batch_size=2))  # type: ignore[arg-type]
-        for _ in range(draws_from):
-            assert not any(map(any, lists(loader)))
-            assert not loader._progress.position.before_read, "nothing is kept for no reason"
-        dataset.draws = True
-        set_seed(1)
-        return loader
-
-    whole = lists(noise())
-    before = ranks.current()
-    loader, given = noise(), []
-    ranks.enter(Counting(stop_at=2))
-    try:
-        with pytest.raises(RunStopped):
-            given.extend(loader)
-        state, left = loader.state_dict(), torch.get_rng_state()
-    finally:
-        ranks.enter(before)
-    assert state["random"]["ahead"]
-    resumed = noise()
-    resumed.load_state_dict(state)
-    torch.set_rng_state(left)
-    assert lists(given) + lists(resumed) == whole
-
-
 @pytest.mark.parametrize(("trains", "inner_given"), [(False, 1), (True, 0)])
 def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(
     trains: bool, inner_given: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, GradientAccumulationPlugin
 from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
@@ -105,23 +105,15 @@ def test_so_does_another_number_of_ranks(writer: Case, reader: Case, trained: An
 # ---- one process
 
 
-class Noisy(Dataset[torch.Tensor]):
-    """Each read draws from the random numbers of torch."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return index + torch.rand(2)
-
-
-def train_noisily(folder: Path, stop: int = 0, **window: Any) -> dict[str, list[float]]:
+def train_with_dropout(folder: Path, stop: int = 0, **window: Any) -> dict[str, list[float]]:
     plugin = GradientAccumulationPlugin(num_steps=3, **window)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     model, optimizer, loader = accelerator.prepare(
-        inner, torch.optim.SGD(inner.parameters(), lr=1e-3), DataLoader(Noisy(), shuffle=True)
+        inner,
+        torch.optim.SGD(inner.parameters(), lr=1e-3),
+        DataLoader(torch.arange(24.0).view(12, 2), shuffle=True),
     )
     start = accelerator.resume_or_start(folder)
     seen: dict[str, list[float]] = {}
@@ -142,9 +134,10 @@ def train_noisily(folder: Path, stop: int = 0, **window: Any) -> dict[str, list[
 
 @pytest.mark.parametrize("stop", [1, 2, 5, 13, 14, 20])
 def test_a_window_draws_the_same_random_numbers_again(stop: int, tmp_path: Path) -> None:
-    before, after = train_noisily(tmp_path / "state", stop), train_noisily(tmp_path / "state")
+    before = train_with_dropout(tmp_path / "state", stop)
+    after = train_with_dropout(tmp_path / "state")
     assert len(before) + len(after) == 24 + stop % 3
-    assert {**before, **after} == train_noisily(tmp_path / "none")
+    assert {**before, **after} == train_with_dropout(tmp_path / "none")
 
 
 def test_a_save_between_backward_and_step_loses_no_batch(tmp_path: Path) -> None:

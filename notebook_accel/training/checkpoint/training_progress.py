@@ -30,7 +30,6 @@ from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.files.pieces import Piece, state_file
 from notebook_accel.training.files.state_files import explain, read_state
 from notebook_accel.training.files.weights import numbered
-from notebook_accel.training.processes.random_states import as_plain as as_plain_states
 from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
 # Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.
 # Generators are in both: a rank without a file of its own takes rank 0's.
-_OF_RANK = ("generators", "random", "reader")
-_NOT_OF_ALL = ("random", "reader")
+_OF_RANK = ("generators", "begin", "reader")
+_NOT_OF_ALL = ("begin", "reader")
 
 
 class TrainingProgress:
@@ -96,8 +95,8 @@ class TrainingProgress:
         else:
             states |= {**window.random_states, "step": 0}
             for position in reversed(window.loaders.stack):
-                if position.at_step[1] is None:  # the window began with this pass
-                    states |= as_plain_states(position.begin or {})
+                if not position.is_after_step:  # the window began with this pass
+                    states |= position.begin
         states |= {**self._stands(), "knobs": dict(current().knobs)}
         states["made"] = [
             known.made or settings_of(known.optimizer) for known in self._prepared.optimizers

@@ -136,16 +136,14 @@ class DataLoaderDispatcher(PreparedLoader):
             if rng_type != "generator":
                 synchronize_rng_state(rng_type)
 
-    def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
+    def _read(self, position: Position) -> Iterator[Any]:
         # One rank reads for all, not one of each group that holds a model together: those must get
         # the very same samples, and two readers of a stream may get different ones.
         if num_ranks() == 1:
-            return self._read_from(position, position.num_given, at_start)
-        return self._lead(position, at_start) if this_rank() == 0 else self._follow()
+            return self._read_from(position, position.num_given)
+        return self._lead(position) if this_rank() == 0 else self._follow()
 
-    def _lead(
-        self, position: Position, at_start: Callable[[], None] | None
-    ) -> Iterator[RoundBatch]:
+    def _lead(self, position: Position) -> Iterator[RoundBatch]:
         start = position.num_given * self._batches_a_round
         # In an epoch that is resumed, too, the last round is filled up from the start of the epoch,
         # unless the dataset goes on there by itself.
@@ -159,7 +157,7 @@ class DataLoaderDispatcher(PreparedLoader):
             keeps_batches=self._keeps_batches,
             slice_fn=self._options.slice_fn,
         )
-        batches = self._read_from(position, start, at_start, keeps_first)
+        batches = self._read_from(position, start, keeps_first)
         rounds = divider.divide(batches, keeps_first)
         while True:
             try:

@@ -23,15 +23,16 @@ How an epoch is resumed in its middle (batches are counted from 0)::
 
 The place in an epoch is the number of batches that this rank has got, plus those that
 ``skip_first_batches`` left out. The saved random states give the same order of samples again, so
-this number determines the samples. ``replay`` handles the random numbers that reading itself draws
-(augmentations).
+this number determines the samples. Worker processes draw the same numbers in a resumed epoch
+(``index_source``). A dataset that is read in the rank's own process draws from the random states
+of the training: the batch that was read ahead draws other numbers when it is read again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +43,9 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.collectives.nested import send_to_device
+from notebook_accel.training.data.index_source import IndexSource, skip
 from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.loader_wrapper import LoaderWrapper, new_loader
-from notebook_accel.training.data.replay import IndexSource, replayed, skip
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     RoundBatch,
@@ -56,7 +57,7 @@ from notebook_accel.training.data.samplers import (
     samplers_of,
 )
 from notebook_accel.training.processes import devices
-from notebook_accel.training.processes.random_states import as_plain
+from notebook_accel.training.processes.random_states import get_host_states, set_random_states
 from notebook_accel.training.processes.seeding import new_generator, synchronize_rng_state
 from notebook_accel.training.stepping.active_loaders import (
     LoaderProgress,
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.stepping.gradient_state import GradientState
 
+_HOST = torch.device("cpu")
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
 # (made odd), the usual constant for that (Knuth, The Art of Computer Programming, volume 3, 6.4).
@@ -383,7 +385,9 @@ class PreparedLoader(LoaderWrapper):
             epoch=self._progress.iteration,
             num_given=start,
             num_in_blocks=start,
-            at_step=(start, None),
+            at_step=start,
+            is_after_step=restored.get("begin") is not None,
+            begin=get_host_states(),
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
             generators=self._generator_states(),
@@ -391,13 +395,22 @@ class PreparedLoader(LoaderWrapper):
         )
         self._seed_workers()
         self._progress.position = position
-        source = replayed(
-            partial(self._read, position),
-            position,
-            restored.get("random"),
-            reads_here=not self.num_workers,
-        )
+        begin = restored.get("begin")
+        source = self._read(position) if begin is None else self._read_in_order_of(begin, position)
         return position, source, self._receiver(position)
+
+    def _read_in_order_of(self, begin: Mapping[str, Any], position: Position) -> Iterator[Any]:
+        """Read as :meth:`_read`, but draw the order of the epoch from the random states ``begin``.
+
+        A sampler without a generator draws it from the global random numbers, when it is asked for
+        its first index.
+        """
+        now, position.begin = position.begin, begin
+        set_random_states(begin, _HOST)
+        source = self._read(position)
+        first = list(islice(source, 1))
+        set_random_states(now, _HOST)
+        return chain(first, source)
 
     def _synchronize(self) -> None:
         """Copy rank 0's random states to every rank, so that all use one order; all ranks call it.
@@ -431,20 +444,12 @@ class PreparedLoader(LoaderWrapper):
         is_ours = self.num_workers and self.worker_init_fn is None
         self._index.seed = seed if is_ours else None
 
-    def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
-        """Return the batches of this rank from ``position`` on, as the dataset made them.
-
-        ``at_start``, if given, is called in a resumed epoch right before its first new batch is
-        read, to set the random states. It is not called if the dataset restores its own state.
-        """
-        return self._read_from(position, position.num_given, at_start)
+    def _read(self, position: Position) -> Iterator[Any]:
+        """Return the batches of this rank from ``position`` on, as the dataset made them."""
+        return self._read_from(position, position.num_given)
 
     def _read_from(
-        self,
-        position: Position,
-        start: int,
-        at_start: Callable[[], None] | None,
-        keeps_first: bool = False,
+        self, position: Position, start: int, keeps_first: bool = False
     ) -> Iterator[Any]:
         """Return the batches of the loader inside, from batch ``start`` of the epoch on.
 
@@ -452,9 +457,6 @@ class PreparedLoader(LoaderWrapper):
             position: the state of this pass, which has the saved states of the dataset.
             start: number of the first batch to read. It differs from ``position.num_given`` where
                 rank 0 reads the batches of all ranks.
-            at_start: called right before batch ``start`` is read, to set the random states; None
-                calls nothing. Not called if ``start`` is 0, nor if the dataset continues from a
-                saved state.
             keeps_first: yield the first batch of the epoch too, ahead of batch ``start``, because
                 its samples are to fill up the last round.
         """
@@ -462,13 +464,13 @@ class PreparedLoader(LoaderWrapper):
         keeps_states = self.use_stateful_dataloader and hasattr(self.dataset, "state_dict")
         is_counted = keeps_states or isinstance(self.dataset, IterableDataset)
         index.start = 0 if is_counted else start
-        index.keeps_first, index.at_start = keeps_first, at_start
+        index.keeps_first = keeps_first
         state = position.reader_states.get(start)
         if keeps_states:
             base.load_state_dict(state or {})  # type: ignore[attr-defined]
         reader: Iterator[Any] = iter(base)
         if is_counted and start and state is None:
-            reader = skip(reader, start, keeps_first, at_start)
+            reader = skip(reader, start, keeps_first)
         if not keeps_states:
             return reader
         skips = start > 0 and state is None
@@ -605,7 +607,7 @@ class PreparedLoader(LoaderWrapper):
             "iteration": progress.iteration,
             "given": 0,
             "generators": {},
-            "random": None,
+            "begin": None,
             "reader": None,
         }
         if progress.restored is not None:
@@ -615,19 +617,18 @@ class PreparedLoader(LoaderWrapper):
         ):
             state["generators"] = self._generator_states()
         else:
-            now = position.num_given, position.before_read
-            given, before_read = position.at_step if at_step else now
+            given = position.at_step if at_step else position.num_given
+            # A window that began with this pass begins it anew.
+            has_begun = position.is_after_step or not at_step
             num_read = given * self._batches_a_step
             reader = None if at_step else position.reader_states.get(num_read)
             state |= {
                 "iteration": position.epoch,
                 "given": given,
                 "generators": position.generators,
+                "begin": position.begin if has_begun else None,
                 "reader": reader and {num_read: reader},
             }
-            if position.begin is not None and before_read is not None:
-                begin, ahead = as_plain(position.begin), before_read and as_plain(before_read)
-                state["random"] = {"begin": begin, "ahead": ahead}
         return {
             **state,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
@@ -647,12 +648,12 @@ class PreparedLoader(LoaderWrapper):
         if not (before and now):
             now = self._batches_a_round
             before = state_dict.get("batches_a_round", now)
-        restored = {"random": None, "reader": None, **state_dict}
+        restored = {"begin": None, "reader": None, **state_dict}
         restored["given"] = int(state_dict["given"]) * int(before) // now
         num_readers = self._num_readers
         if before != now or state_dict.get("num_readers", num_readers) != num_readers:
             # This rank reads other samples at each step than then.
-            restored |= {"random": None, "reader": None}
+            restored |= {"begin": None, "reader": None}
         seeds = state_dict.get("seeds", [])
         for sampler, seed in zip(self._seedable_samplers(), seeds, strict=False):
             sampler.restore_seed(int(seed))
@@ -710,11 +711,7 @@ class PreparedLoader(LoaderWrapper):
             if name in restored["generators"]:
                 generator.set_state(restored["generators"][name])
         given, asked = int(restored["given"]), self._options.skip_batches
-        if asked in (None, given):
-            return given, restored
-        # `ahead` has the states before batch `given` was read; this pass begins with another one.
-        drawn = restored["random"]
-        return asked, {**restored, "random": drawn and {**drawn, "ahead": {}}}
+        return (given if asked is None else asked), restored
 
     def _seedable_samplers(self) -> list[SeedableRandomSampler]:
         return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]

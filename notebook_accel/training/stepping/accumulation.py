@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.processes.random_states import note_torch_states
+from notebook_accel.training.processes.random_states import get_torch_states
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin, as_steps
 from notebook_accel.training.settings.notices import notice_once
@@ -84,7 +84,7 @@ class Accumulation:
         For windows of one batch nothing is stored.
         """
         if self.num_steps > 1:
-            self.random_states = note_torch_states(self._device)
+            self.random_states = get_torch_states(self._device)
 
     def show(self) -> None:
         """Make :func:`current_accumulation` return this object on this rank."""

@@ -66,12 +66,8 @@ class Position:
     generators: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The states of the loader's generators as the pass began."""
 
-    begin: Mapping[str, Any] | None = None
+    begin: Mapping[str, Any] = field(default_factory=dict)
     """The states of the global random numbers as the pass began."""
-
-    before_read: Mapping[str, Any] = field(default_factory=dict)
-    """The states of the global random numbers before the newest read; empty where reads draw
-    nothing (``replay``)."""
 
     reader_states: dict[int, Any] = field(default_factory=dict)
     """Of a dataset that says itself how far it is (``stateful``), its states after the last few
@@ -89,9 +85,11 @@ class Position:
     end_of_dataloader: bool = False
     """Whether the batch that the loop has now is the last."""
 
-    at_step: tuple[int, Mapping[str, Any] | None] = (0, None)
-    """``num_given`` and ``before_read`` as an optimizer made its last step in this pass,
-    or as the pass began; no such states where it began anew."""
+    at_step: int = 0
+    """``num_given`` as an optimizer made its last step in this pass, or as the pass began."""
+
+    is_after_step: bool = False
+    """Whether the pass has had an optimizer's step, or was resumed in the middle."""
 
     is_stopped: bool = False
     """Whether a stop of the run (``RunStopped``) ended the pass, and the pass was over training
@@ -102,7 +100,7 @@ class Position:
 
         A checkpoint may have to resume there, since an accumulation window begins after a step.
         """
-        self.at_step = self.num_given, self.before_read
+        self.at_step, self.is_after_step = self.num_given, True
 
 
 @dataclass(eq=False)
