@@ -33,7 +33,7 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 19
+VERSION = 20
 
 
 # What a knob may hold.
@@ -142,11 +142,17 @@ class Displayed(Message, frozen=True, kw_only=True):
 
 
 class Notice(Message, frozen=True, kw_only=True):
-    """A line for the user; a line with the same text is shown only once in a call."""
+    """A line for the user; a line with the same text is shown only once in a call.
+
+    Attributes:
+        kind: "line"; from a rank also "warning" (a Python warning that it has shown), "device" (the
+            name of what it computes on) or "training" (precision and strategy of the training).
+    """
 
     from_rank: ClassVar[bool] = True
 
     text: str
+    kind: str = "line"
 
 
 class Imported(Message, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from notebook_accel.render.panel import (
     render_alert,
     render_panel,
     render_title,
+    render_warnings,
     stacks_of_hang,
 )
 
@@ -179,9 +180,9 @@ class LivePanel:
         self._widgets = widgets = PanelWidgets()
         # Its own body: a page that shows the box would draw the table in the other one at once,
         # and the rest of the panel when it has made all widgets.
-        self._title, self._body, self._note, self._alert, self._displays = (
+        self._title, self._body, self._warnings, self._note, self._alert, self._displays = (
             widgets.make(ipywidgets.HTML, classes=classes)
-            for classes in ("na-head", "na-body", "na-note", "na-alert", "")
+            for classes in ("na-head", "na-body", "", "na-note", "na-alert", "")
         )
         buttons = [
             widgets.make(ipywidgets.Button, description=name, tooltip=tooltip, classes=classes)
@@ -217,6 +218,8 @@ class LivePanel:
             self._title,
             *self._advice,
             self._body,
+            # Apart, so that it stays open while the rest is drawn.
+            self._warnings,
             self._note,
             self._controls.box,
             widgets.make(
@@ -247,6 +250,7 @@ class LivePanel:
             self._titled, self._titled_at = state.status, now
             self._title.value = str(render_title(state, details))
         self._body.value = str(render_panel(state, details))
+        self._warnings.value = str(element("div", render_warnings(state), class_="na"))
         self._alert.value = str(render_alert(state))
         if state.status == "stopping":
             self._stop.description = "Stopping"

@@ -7,7 +7,6 @@ metric has a column with its last value, and one with its best where its name sa
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from notebook_accel.config.checks import as_choice
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
-from notebook_accel.launch.control.curves import Curve
+from notebook_accel.launch.control.curves import Curve, mode_of
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.plotting import plot_together
 from notebook_accel.launch.run import Run, call_of
@@ -43,9 +42,6 @@ _MAX_METRICS = 8
 # Characters of what a run is called, and of an error.
 _MAX_LABEL = 60
 _MAX_ERROR = 80
-# Words in the names of metrics whose best value is the lowest, or the highest.
-_LOWER = {"loss", "error", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer"}
-_HIGHER = {"accuracy", "acc", "f1", "auc", "precision", "recall", "bleu", "reward", "score", "iou"}
 # Those of a cycle of matplotlib, which colours the runs of compare().
 _CYCLE = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd",
@@ -91,7 +87,7 @@ class RunTable(list[T]):
         names = list(logged if self._names is None else self._names)
         if self._sort is not None:
             names = [self._sort, *(name for name in names if name != self._sort)]
-        modes = {name: _mode_of(name) for name in names[:_MAX_METRICS]}
+        modes = {name: mode_of(name) for name in names[:_MAX_METRICS]}
         if self._sort is not None and self._mode is not None:
             modes[self._sort] = self._mode
         head = [_Title("run"), _Title("state", "state")]
@@ -170,12 +166,6 @@ def _read_curves(folder: Path) -> dict[str, Curve]:
         if row["rank"] == 0:
             found.setdefault(row["name"], Curve(_STRETCHES)).add(row["step"], row["value"])
     return found
-
-
-def _mode_of(name: str) -> str | None:
-    """Return whether the metric's best value is the lowest or the highest, if its name says it."""
-    words = {*re.split(r"[^a-z0-9]+", name.lower())}
-    return "min" if words & _LOWER else "max" if words & _HIGHER else None
 
 
 def _best(curve: Curve | None, mode: str | None) -> float | None:
@@ -291,7 +281,7 @@ def runs(
     if mode is not None:
         as_choice("mode", mode, ["min", "max"])
     if sort is not None:
-        mode = mode or _mode_of(sort) or "min"
+        mode = mode or mode_of(sort) or "min"
         found = _sorted(found, sort, mode)
     return RunTable(found, [(run.name, run) for run in found], sort=sort, mode=mode)
 

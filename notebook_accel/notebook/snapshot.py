@@ -33,7 +33,12 @@ from notebook_accel.render.markup import (
     message_bytes,
     shorten,
 )
-from notebook_accel.render.panel import fold_of_stacks, render_steps, stacks_of_hang
+from notebook_accel.render.panel import (
+    fold_of_stacks,
+    render_steps,
+    render_warnings,
+    stacks_of_hang,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -174,10 +179,11 @@ def render_snapshot(
     if state.hang is not None and state.hang.stacks:
         stacks.insert(0, ("stacks of the ranks", stacks_of_hang(state.hang)))
     parts = [
-        element("div", *_title_parts(state, seconds)),
+        element("div", *_title_parts(state, seconds), *_facts(state)),
         _table(state, seconds),
         _steps(state),
         _notices(state),
+        render_warnings(state),
         *(
             fold_of_stacks(title, found, max_bytes=_MAX_ERROR, style=_TEXT)
             for title, found in stacks
@@ -217,6 +223,12 @@ def _title_parts(state: RunState, seconds: float) -> list[Markup | str]:
             style=f"{_MUTED};display:inline-block",
         ),
     ]
+
+
+def _facts(state: RunState) -> list[Markup]:
+    # Each in one piece, as above.
+    style = f"{_MUTED};display:inline-block"
+    return [join([" ", element("span", f"· {fact}", style=style)]) for fact in summary.facts(state)]
 
 
 def _table(state: RunState, seconds: float) -> Markup:

@@ -38,6 +38,8 @@ _MEMORY_SECONDS = 1.0
 # How long a rank that was interrupted waits for its device, or three of its steps if that is more.
 _DEVICE_SECONDS = 2.0
 _STEPS = 3
+# Different warnings that a rank reports in a call; its log has all.
+_MAX_WARNINGS = 50
 # The longest pause between two looks at the device.
 _LOOK_SECONDS = 0.005
 
@@ -182,6 +184,9 @@ class RankContext:
     def notice(self, text: str) -> None:
         """Show a line to the user, only once if several ranks send it; a no-op in this class."""
 
+    def note_warning(self, text: str) -> None:
+        """Report a Python warning that this rank has shown; a no-op in this base class."""
+
     def count_batch(self, total: int | None = None, number: int | None = None) -> None:
         """Count a batch that a prepared loader is about to give; a no-op in this base class.
 
@@ -248,8 +253,13 @@ class RankContext:
         """
         return False
 
-    def note_training(self, training: Training) -> None:
-        """Set which training is saved if the run is stopped; a no-op in this base class."""
+    def note_training(self, training: Training, device: str, summary: str) -> None:
+        """Set which training is saved if the run is stopped; a no-op in this base class.
+
+        Args:
+            device: name of the device that this rank computes on.
+            summary: precision and strategy, shown to the user.
+        """
 
     def begin_training(self) -> None:
         """Load ``resume_from`` before the first batch or forward; a no-op in this base class."""
@@ -287,6 +297,8 @@ class LaunchedContext(RankContext):
         self._row = board.row(self.local_rank)
         self._pid = os.getpid()
         self._next_memory = 0.0
+        # Kinds and texts of notices that come with each call of a session: about its training.
+        self._about: dict[str, str] = {}
         self.begin_call(0, has_group=False)
         # Within a call it is kept; between calls it is the user's to drop.
         self._training: Training | None = None
@@ -323,6 +335,9 @@ class LaunchedContext(RankContext):
         self._saves_at: tuple[int, int, int] | None = None
         self.resume_from, self.first_knobs = resume, dict(knobs or {})
         self.knobs, self.knobs_made, self.save_here = {**self.first_knobs}, {}, None
+        self._warnings: set[str] = set()
+        for kind, text in self._about.items():
+            self.report(wire.Notice, kind=kind, text=text)
 
     def count_on(self, board: Scoreboard) -> None:
         """Use another scoreboard from now on; to be called in a child process of the rank.
@@ -352,8 +367,13 @@ class LaunchedContext(RankContext):
     def note_group(self) -> None:
         self.made_group = True
 
-    def note_training(self, training: Training) -> None:
+    def note_training(self, training: Training, device: str, summary: str) -> None:
         self._training, self._any_training = training, weakref.ref(training)
+        about = {"device": device} | ({} if self.rank else {"training": summary})
+        for kind, text in about.items():
+            if self._about.get(kind) != text:
+                self._about[kind] = text
+                self.report(wire.Notice, kind=kind, text=text)
 
     def begin_training(self) -> None:
         if self.resume_from and self._training is not None:
@@ -406,6 +426,11 @@ class LaunchedContext(RankContext):
 
     def notice(self, text: str) -> None:
         self.report(wire.Notice, text=text)
+
+    def note_warning(self, text: str) -> None:
+        if text not in self._warnings and len(self._warnings) < _MAX_WARNINGS:
+            self._warnings.add(text)
+            self.report(wire.Notice, kind="warning", text=text)
 
     def count_batch(self, total: int | None = None, number: int | None = None) -> None:
         row = self._row

@@ -20,13 +20,17 @@ from notebook_accel.launch.view.progress import (
 )
 from notebook_accel.launch.view.step_times import step_lines, step_table
 from notebook_accel.launch.view.summary import (
+    best_value,
     condition,
+    devices_of,
     elapsed,
     hang_line,
     hidden_ranks,
     live_condition,
     num_ranks,
+    num_warnings,
     slowest_first,
+    warning_lines,
 )
 from notebook_accel.render.markup import element, join, shorten
 
@@ -87,14 +91,16 @@ def render_panel(state: RunState, details: Details) -> Markup:
 
 def render_title(state: RunState, details: Details) -> Markup:
     """Return the panel's title bar as HTML: name, status, time, ranks, devices and rate."""
-    devices = {rank.device for rank in state.ranks if rank.device}
-    where = num_ranks(state)
-    if devices:
-        where += f" on {shorten(' and '.join(sorted(devices)), 60)}"
-    facts = [element("span", where, title=where)]
+    devices = devices_of(state)
+    # Mostly each rank has one.
+    ranks = "" if devices.startswith(f"{state.world_size} x") else num_ranks(state)
+    about = ", ".join(filter(None, [ranks, devices, shorten(state.training, 100)]))
+    parts = [element("span", about, title=about)]
     if details.of_run is not None and state.status == "running":
         of_what = "of a rank, in the mean of all and of the last seconds"
-        facts.append(element("span", wording.rate(*details.of_run), title=of_what))
+        parts.append(element("span", wording.rate(*details.of_run), title=of_what))
+    # Where it has no room it is left out.
+    best = element("span", best_value(state), class_="na-best")
     name = element(
         "div",
         element("span", class_=f"na-dot na-{state.status}"),
@@ -105,7 +111,7 @@ def render_title(state: RunState, details: Details) -> Markup:
     return element(
         "div",
         name,
-        element("div", *facts, class_="na-muted na-facts"),
+        element("div", element("div", *parts), best, class_="na-muted na-facts"),
         class_="na na-title",
     )
 
@@ -147,6 +153,13 @@ def fold_of_stacks(
     if len(stacks) > _MAX_STACKS:
         parts.append(element("div", f"… and {len(stacks) - _MAX_STACKS} more", class_="na-muted"))
     return element("details", element("summary", title), *parts, open=is_open)
+
+
+def render_warnings(state: RunState) -> Markup:
+    """Return Python's warnings of all ranks in a fold; "" for none."""
+    lines = [element("div", line) for line in warning_lines(state)]
+    title = element("summary", num_warnings(state))
+    return element("details", title, *lines, class_="na-python") if lines else Markup("")
 
 
 def render_steps(state: RunState, **styles: str) -> Markup:

@@ -25,6 +25,9 @@ _FAULTS = """(width) => {
   for (const part of panel.querySelectorAll(`.na-title span, .na-title b, th, td, button, select,
       .na-log-bar input, .na-log-title, .na-chart-head > *, progress`)) {
     let box = part.getBoundingClientRect();
+    // Where it has no room, it is wholly out of sight.
+    const line = part.parentElement.getBoundingClientRect();
+    if (part.matches('.na-best') && box.top >= line.bottom) continue;
     if (!box.width || part.matches('td:has(progress), :is(span, b, th, td):empty')) continue;
     const text = part.textContent.trim() || part.placeholder || '';
     const name = `${part.className || part.tagName} ${text.slice(0, 20)}`;

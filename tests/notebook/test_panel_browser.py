@@ -98,7 +98,7 @@ def trains(lr):
 """
 HANG = """
 def hang():
-    import time, torch, torch.distributed as dist
+    import time, warnings, torch, torch.distributed as dist; warnings.warn("odd")
     from notebook_accel import Accelerator
     accelerator = Accelerator()
     if accelerator.process_index == 0:
@@ -365,12 +365,14 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebook: Notebook) -> None:
     assert viewport is not None
     output.page.set_viewport_size(viewport)
     # The stacks are there, and what was unfolded stays so when the panel is drawn anew.
+    output.get_by_text("1 warning").click()
     output.get_by_text("stacks of the ranks").click()
     before = output.page.evaluate(f"() => {CLOCK}")
     output.page.wait_for_function(f"(before) => {CLOCK} !== before", arg=before, timeout=30_000)
     shown = output.locator(".na-stacks").inner_text()
     assert "all_reduce" in shown
     assert re.search(r"Cell In\[\d+\], line 8", shown)
+    expect(output.get_by_text("UserWarning: odd (ranks 0-1)")).to_be_visible()
     output.get_by_role("button", name="Stop").click()
     wait_for(output, "■ stopped")
     # What held it up is worth knowing afterwards.

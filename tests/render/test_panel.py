@@ -99,7 +99,7 @@ def test_the_title_says_on_what_and_how_fast() -> None:
     for rank in (0, 1):
         state = after(state, wire.Sample(rank=rank, steps=5, device="NVIDIA H200"))
     page = Tags(render_title(state, Details(now=1042.0, of_run=(12.5, "step"))))
-    assert page.text == "trainrunning0:422 ranks on NVIDIA H20012.5 step/s"
+    assert page.text == "trainrunning0:422 x NVIDIA H20012.5 step/s"
     page = Tags(render_title(state, Details(now=1042.0, of_run=(0.4, "batch"))))
     assert page.text.endswith("2.50 s/batch")
 

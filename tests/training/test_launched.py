@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, notebook_launcher
+from notebook_accel import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    find_run,
+    notebook_launcher,
+)
 from notebook_accel.launch.view.progress import progress_text
+from notebook_accel.launch.view.summary import summary_lines
+from notebook_accel.notebook.snapshot import render_snapshot
 
 OF_TRAINING = ("torch.", "notebook_accel.")
 
@@ -69,6 +80,64 @@ def test_a_launched_training_reports_and_comes_back_plain() -> None:
     assert [(one.batches, one.steps) for one in ranks] == [(8, 4), (8, 4)]
     told = [text for text in run.state.notices if "SGD was stepped without" in text]
     assert len(told) == 1
+
+
+def warn_and_train(rate: float) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model: nn.Module = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(4):
+        # In the first step alone, as torch's own of its schedulers.
+        warnings.warn("the gradients are strange", stacklevel=1)
+        if accelerator.process_index == 1:
+            warnings.warn("only here", RuntimeWarning, stacklevel=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.warn("hidden", stacklevel=1)
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        accelerator.log({"loss": 0.1, "eval/accuracy": (0.25, 0.75, math.nan, 0.5)[step]}, step)
+
+
+def test_the_summary_says_on_what_it_was_trained_and_how_the_best_value_and_warnings() -> None:
+    run = notebook_launcher(warn_and_train, (0.1,), num_processes=2, view="none")
+    lines = summary_lines(run.state, now=0.0)
+    assert lines[1] == "2 x CPU, bf16, DDP, best eval/accuracy 0.75, 2 warnings"
+    assert [line for line in lines if "⚠" in line] == [
+        "⚠ UserWarning: the gradients are strange (ranks 0-1)",
+        "⚠ RuntimeWarning: only here (rank 1)",
+    ]
+    assert "the gradients are strange" in run.logs(0)
+    snapshot = render_snapshot(run.state)
+    for words in ("· 2 x CPU", "· bf16, DDP", "· best eval/accuracy 0.75", "2 warnings</summary>"):
+        assert words in snapshot.html
+    assert snapshot.html.count("the gradients are strange (ranks 0-1)") == 1
+    # It is kept on disk, as the state is.
+    assert summary_lines(find_run(run.id).state, now=0.0)[1] == lines[1]
+    # A plain training on one device.
+    alone = notebook_launcher(train, num_processes=1, view="none")
+    assert summary_lines(alone.state, now=0.0)[1].startswith("1 x CPU, bf16, best loss ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, "float32, FSDP2"),
+        (
+            {"parallelism_config": ParallelismConfig(tp_size=2, tp_plan={"0": "colwise"})},
+            "float32, TP 2",
+        ),
+    ],
+    ids=["FSDP2", "TP"],
+)
+def test_how_a_model_is_spread_is_said(settings: dict[str, Any], words: str) -> None:
+    def prepares() -> None:
+        accelerator = Accelerator(cpu=True, **settings)
+        accelerator.prepare(nn.Sequential(nn.Linear(4, 4)))
+
+    run = notebook_launcher(prepares, num_processes=2, view="none")
+    assert summary_lines(run.state, now=0.0)[1] == f"2 x CPU, {words}"
 
 
 def forget_to_prepare() -> torch.Tensor:

@@ -10,11 +10,13 @@ thousand. All values are on disk (``metrics_file.py``).
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from notebook_accel.launch.control.plotting import Point
 
@@ -22,6 +24,32 @@ if TYPE_CHECKING:
 _MAX_STRETCHES = 256
 # The most curves of a run, of 80 KB each.
 _MAX_CURVES = 2_000
+# Words in the names of metrics whose best value is the lowest, or the highest.
+_LOWER = {"loss", "error", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer"}
+_HIGHER = {"accuracy", "acc", "f1", "auc", "precision", "recall", "bleu", "reward", "score", "iou"}
+# Those in the names of metrics of data that was not trained on.
+_HELD_OUT = {"eval", "val", "valid", "validation", "test", "dev"}
+
+
+@lru_cache(maxsize=_MAX_CURVES)
+def mode_of(name: str) -> str | None:
+    """Return whether the metric's best value is the lowest or the highest, if its name says it."""
+    words = _words(name)
+    return "min" if words & _LOWER else "max" if words & _HIGHER else None
+
+
+def main_metric(names: Iterable[str]) -> str | None:
+    """Return the metric by which a training is judged, of those that have a ``mode_of``.
+
+    It is one of held-out data before one of training data, one such as the accuracy before a loss,
+    and of several the first.
+    """
+    order = lambda name: (not _words(name) & _HELD_OUT, mode_of(name) != "max")  # noqa: E731
+    return min(filter(mode_of, names), key=order, default=None)
+
+
+def _words(name: str) -> set[str]:
+    return {*re.split(r"[^a-z0-9]+", name.lower())}
 
 
 @dataclass(frozen=True)

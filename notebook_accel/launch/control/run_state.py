@@ -9,12 +9,14 @@ runs many calls.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, singledispatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel import wire
+from notebook_accel.launch.control.curves import mode_of
 from notebook_accel.launch.control.hang import Hang  # noqa: TC001 (msgspec reads the annotation)
 from notebook_accel.launch.text.terminal_text import Tail, append_output
 
@@ -120,6 +122,7 @@ class RankState:
         quiet_since: the time (``RunState.now``) since which the rank has made no progress and
             printed nothing; None if it did either in the last 5 seconds.
         metrics: the newest value of each metric, by name, as (step, value); the step may be None.
+        best: the best value so far of each metric whose name says whether that is the lowest.
         times: when lines came, as pairs (number of a line, from 0 on; second of the machine's wall
             clock). A pair holds for its line and the following ones, up to the next pair's line.
         skipped_lines: number of lines that were printed too fast to be sent to the kernel; only
@@ -163,6 +166,7 @@ class RankState:
     is_suspended: bool = False
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
     open_line: bool = False
     rewound: bool = False
@@ -230,6 +234,8 @@ class RunState:
             for; else None.
         notebook: file name of the notebook; "" if unknown.
         devices: indices of the accelerators of this machine that the ranks use, if that is known.
+        training: precision and strategy of the training, such as "bf16, DDP"; "" if unknown.
+        warnings: texts of Python's warnings, with the ranks that have shown them.
         checkpoint: folder of the newest checkpoint that the run wrote; "" before the first.
     """
 
@@ -251,6 +257,8 @@ class RunState:
     knobs: dict[str, wire.KnobMade] = field(default_factory=dict)
     checkpoint: str = ""
     devices: tuple[int, ...] = ()
+    training: str = ""
+    warnings: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -377,10 +385,14 @@ def _(message: wire.Metrics, state: RunState) -> RunState:
 
 
 def _with_metrics(metrics: list[wire.Metric], rank: RankState) -> RankState:
-    newest = {**rank.metrics}
+    newest, best = {**rank.metrics}, {**rank.best}
     for metric in metrics:
         newest.update((name, (metric.step, value)) for name, value in metric.values.items())
-    return _changed(rank, metrics=newest)
+        for name, value in metric.values.items():
+            if (mode := mode_of(name)) and math.isfinite(value):
+                so_far = best.get(name, value)
+                best[name] = min(value, so_far) if mode == "min" else max(value, so_far)
+    return _changed(rank, metrics=newest, best=best)
 
 
 @apply.register
@@ -442,6 +454,13 @@ def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]
 
 @apply.register
 def _(message: wire.Notice, state: RunState) -> RunState:
+    if message.kind == "device":
+        return _change_rank(state, message.rank, lambda rank: _changed(rank, device=message.text))
+    if message.kind == "training":
+        return _changed(state, training=message.text)
+    if message.kind == "warning":
+        ranks = (*state.warnings.get(message.text, ()), message.rank or 0)
+        return _changed(state, warnings={**state.warnings, message.text: ranks})
     if message.text in state.notices:
         return state
     return _changed(state, notices=(*state.notices, message.text))
@@ -477,7 +496,12 @@ def _(message: wire.Output, state: RunState) -> RunState:
 
 @apply.register
 def _(message: wire.Sample, state: RunState) -> RunState:
-    return _change_rank(state, message.rank, lambda rank: _changed(rank, **_own_fields(message)))
+    def change(rank: RankState) -> RankState:
+        # What the rank itself has said of its device is kept: it may compute on another one.
+        device = rank.device or message.device
+        return _changed(rank, **{**_own_fields(message), "device": device})
+
+    return _change_rank(state, message.rank, change)
 
 
 @apply.register

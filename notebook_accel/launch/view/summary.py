@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.curves import main_metric
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import (
@@ -38,6 +39,9 @@ _MAX_ROWS = 16
 _MAX_NAME = 60
 _MAX_PROGRESS = 100
 _MAX_HANG = 2000
+# Warnings, and characters of each.
+_MAX_WARNINGS = 20
+_MAX_WARNING = 300
 
 
 def elapsed(state: RunState, now: float) -> float:
@@ -51,6 +55,44 @@ def num_ranks(state: RunState) -> str:
     if len(asked) < state.world_size:
         return f"{wording.rank_list(asked)} of {state.world_size}"
     return f"{state.world_size} rank{'s' if state.world_size != 1 else ''}"
+
+
+def devices_of(state: RunState) -> str:
+    """Return the devices of the ranks as text, ``2 x NVIDIA H200``; "" if unknown."""
+    found = Counter(rank.device for rank in state.ranks if rank.device and rank.is_asked)
+    if len(found) == 1 and state.devices:  # which several ranks may share
+        found = Counter({next(iter(found)): len(state.devices)})
+    return " and ".join(f"{number} x {one_line(name, 40)}" for name, number in found.items())
+
+
+def best_value(state: RunState) -> str:
+    """Return the best value of the main metric as text, ``best accuracy 0.91``; "" for none."""
+    best = state.ranks[0].best
+    main = main_metric(best)
+    return "" if main is None else f"best {name_of(main)} {wording.number(best[main])}"
+
+
+def facts(state: RunState) -> list[str]:
+    """Return what a run trains on and how, its main metric's best value, its number of warnings."""
+    how = one_line(state.training, 100)
+    found = (devices_of(state), how, best_value(state), num_warnings(state))
+    return [fact for fact in found if fact]
+
+
+def num_warnings(state: RunState) -> str:
+    """Return the number of different warnings as text, ``2 warnings``; "" for none."""
+    number = len(state.warnings)
+    return f"{number} warning{'s' if number != 1 else ''}" if number else ""
+
+
+def warning_lines(state: RunState) -> list[str]:
+    """Return Python's warnings in ranks, each text once with the ranks that have shown it."""
+    lines = [
+        f"{one_line(text, _MAX_WARNING)} ({wording.rank_list(ranks)})"
+        for text, ranks in state.warnings.items()
+    ]
+    more = [f"… and {len(lines) - _MAX_WARNINGS} more in run.logs()"][: len(lines) > _MAX_WARNINGS]
+    return lines[:_MAX_WARNINGS] + more
 
 
 def condition(rank: RankState) -> str:
@@ -178,16 +220,18 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
 
 
 def summary_lines(state: RunState, *, now: float) -> list[str]:
-    """Return the summary as lines: a title, the table of ranks, the metrics' last values."""
+    """Return the summary as lines: a title, the table of ranks, warnings, metrics."""
     seconds = elapsed(state, now)
     shown = ranks_with_row(state.ranks)
     name = one_line(state.name, _MAX_NAME)
     lines = [f"{name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
+    lines += filter(None, [", ".join(facts(state))])
     lines += wording.aligned([COLUMNS, *(rank_facts(rank, seconds) for rank in shown)])
     rest = hidden_ranks(state.ranks, shown)
     if rest:
         lines.append(rest)
     lines += [*wording.aligned(step_table(state)), *step_lines(state)]
+    lines += [f"⚠ {line}" for line in warning_lines(state)]
     if state.hang is not None:
         lines.append(hang_line(state))
     metrics = list(last_values(state).items())

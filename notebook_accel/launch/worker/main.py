@@ -53,6 +53,7 @@ from notebook_accel.launch.worker import (
     groups,
     library_metrics,
     output,
+    python_warnings,
     spawned,
     standard_input,
     torch_fixes,
@@ -442,10 +443,11 @@ class Worker:
 
 
 def replace_libraries() -> None:
-    """Patch tqdm, displays, multiprocessing and torch in this process, as a rank needs."""
+    """Patch tqdm, displays, warnings, multiprocessing and torch in this rank's process."""
     bars.install()
     displays.install()
     library_metrics.install()
+    python_warnings.install()
     spawned.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
 

@@ -21,6 +21,7 @@ from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.off_device import off_device
 from notebook_accel.training.preparing.state_after_stop import parts_of
 from notebook_accel.training.processes.device_memory import is_out_of_memory, memory_parts
+from notebook_accel.training.processes.devices import name_of_device
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import (
@@ -268,8 +269,13 @@ class Preparation:
         self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
         # Should the run be stopped, this is what was being trained.
-        context = current()
-        context.note_training(self)
+        context, plan = current(), self.plan
+        precision = plan.precision.name
+        if precision == "no":
+            types = (one.dtype for one in prepared.inner.parameters() if one.is_floating_point())
+            precision = str(next(types, "")).removeprefix("torch.")
+        summary = ", ".join(filter(None, (precision, plan.strategy.label)))
+        context.note_training(self, name_of_device(plan.topology.device), summary)
         if context.resume_from:  # a loop without a prepared loader begins with a forward
             hook = prepared.wrapped.register_forward_pre_hook(
                 lambda *_: current().begin_training(), prepend=True

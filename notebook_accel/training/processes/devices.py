@@ -182,6 +182,14 @@ def inventory() -> Inventory:
     )
 
 
+def name_of_device(device: torch.device) -> str:
+    """Return "CPU", or what torch calls the accelerator ("NVIDIA H200")."""
+    if device.type == "cpu":
+        return "CPU"
+    name = getattr(device_module(device.type), "get_device_name", None)
+    return str(name(device)) if name else device.type
+
+
 def _cuda_versions() -> dict[str, str]:
     found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     if dist.is_nccl_available():

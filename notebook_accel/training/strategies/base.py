@@ -53,10 +53,12 @@ class Strategy:
     Attributes:
         distributed_type: None if the value follows from the device and the number of ranks.
         scaling: None if losses are not scaled, or if the library scales them (DeepSpeed).
+        label: what users call it, shown in the view of a run; "" for plain training.
         mesh: the device mesh of the ranks; None without ``parallelism_config`` or sharding.
     """
 
     distributed_type: DistributedType | None = None
+    label = ""
     mesh: DeviceMesh | None = None
     spreads_weights: bool = False
     prepares_together: bool = False

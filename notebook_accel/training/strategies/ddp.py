@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class DDPStrategy(TakesSpreadModels):
     """Trains models under torch's ``DistributedDataParallel``: the default for several ranks."""
 
+    label = "DDP"
+
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         asked = request.plugins.get("parallelism_config")

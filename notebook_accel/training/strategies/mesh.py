@@ -48,6 +48,9 @@ if TYPE_CHECKING:
         Request,
     )
 
+# What views call the dimensions of a mesh.
+_LABELS = {"pp": "PP", "dp_replicate": "replicas", "cp": "CP", "tp": "TP"}
+
 
 class MeshParallel(TakesSpreadModels):
     """Strategy for sharded weights and tensor parallelism over one mesh."""
@@ -70,6 +73,9 @@ class MeshParallel(TakesSpreadModels):
         sizes = self.parallelism
         if sharding is not None or sizes.dp_shard_enabled or sizes.cp_enabled:
             self.distributed_type = DistributedType.FSDP
+        spread = [f"{word} {n}" for name, word in _LABELS.items() if (n := sizes.sizes[name]) > 1]
+        shards = ["FSDP2"] * (self.distributed_type is DistributedType.FSDP)
+        self.label = " + ".join(shards + spread)
         self.mesh = self.parallelism.device_mesh = _make_mesh(self.parallelism, self.topology)
         if asked is not None:
             asked.device_mesh = self.mesh

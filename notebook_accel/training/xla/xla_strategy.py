@@ -46,6 +46,7 @@ class XlaParallel(Strategy):
     """Strategy for data parallelism on TPUs: chosen whenever the device is an XLA device."""
 
     distributed_type = DistributedType.XLA
+    label = "XLA"
 
     def __init__(self, request: Request) -> None:
         import torch_xla.core.xla_model as xm

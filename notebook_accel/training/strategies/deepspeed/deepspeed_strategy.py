@@ -65,6 +65,7 @@ class DeepSpeedZero(Strategy):
         super().__init__(request)
         assert request.accumulation is not None
         self.plugin = request.plugins["deepspeed_plugin"]
+        self.label = f"DeepSpeed ZeRO-{self.plugin.zero_stage}"
         self.scaling = None
         self.engine: DeepSpeedEngineWrapper | None = None
         self._accumulation: Accumulation = request.accumulation
