@@ -334,7 +334,7 @@ class Accelerator(ProcessInfo):
         Example:
             >>> teacher = accelerator.prepare_model(torch.nn.Linear(8, 1), evaluation_mode=True)
         """
-        return self._prepared.model(model, device_placement, evaluation=evaluation_mode)
+        return self._prepared.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_data_loader(
         self,
@@ -363,7 +363,9 @@ class Accelerator(ProcessInfo):
             >>> len(test_loader)
             2
         """
-        return self._prepared.loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return self._prepared.prepare_data_loader(
+            data_loader, device_placement, slice_fn_for_dispatch
+        )
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
@@ -382,7 +384,7 @@ class Accelerator(ProcessInfo):
             >>> extra = torch.optim.SGD(model.parameters(), lr=0.1)
             >>> extra = accelerator.prepare_optimizer(extra)
         """
-        return self._prepared.optimizer(optimizer, device_placement)
+        return self._prepared.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Return a scheduler whose ``step`` by default acts only after a step of its optimizer.
@@ -401,7 +403,7 @@ class Accelerator(ProcessInfo):
             >>> decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
             >>> decay = accelerator.prepare_scheduler(decay)
         """
-        return self._prepared.scheduler(scheduler)
+        return self._prepared.prepare_scheduler(scheduler)
 
     def unwrap_model(
         self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -1,4 +1,13 @@
-"""``Preparation``: prepares the objects of one ``Accelerator``, and keeps lists of them."""
+"""``Preparation``: prepares the objects of one ``Accelerator``, and keeps lists of them.
+
+The way of a model; an optimizer goes alike::
+
+    Accelerator.prepare
+      -> Preparation.prepare            the kinds of objects one after the other
+      -> Accelerator.prepare_model      which a subclass may override
+      -> Preparation.prepare_model      precision; entry in the list
+      -> Strategy.prepare_model         moved, compiled, wrapped or sharded
+"""
 
 from __future__ import annotations
 
@@ -7,6 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -36,8 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from torch.nn import Module
-    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
     from notebook_accel.training.preparing.plan import Plan
@@ -96,128 +105,85 @@ class Preparation:
         for item in objects:
             _refuse_foreign(item)
             self._renew(item)
-        ready = list(objects)
-        if self.plan.strategy.prepares_together:
-            self._prepare_together(ready, placement)
-        else:
-            self._prepare_apart(ready, placement, accelerator)
-        for index, item in enumerate(objects):
-            if self._is_ready(item):
-                continue
-            if isinstance(item, DataLoader):
-                ready[index] = accelerator.prepare_data_loader(
-                    item, device_placement=placement[index]
-                )
-            elif isinstance(item, LRScheduler):
-                ready[index] = accelerator.prepare_scheduler(item)
-            elif isinstance(item, AcceleratedScheduler):
-                ready[index] = self.scheduler(item)
+        strategy, ready = self.plan.strategy, list(objects)
+        strategy.expect(self._call_with(objects))
+        # A subclass of the Accelerator may override these; an engine is made by ours alone.
+        own = self if strategy.is_engine else accelerator
+        for index, item in self._new(objects, Module):
+            model = own.prepare_model(item, device_placement=placement[index])
+            inner = without_wrappers(model)
+            # A subclass's own prepare_model may have wrapped it, without ours knowing.
+            ready[index] = model if inner is model else self._take_wrapped(model, inner)
+        for index, item in self._new(objects, Optimizer):
+            # The user's own prepare_optimizer need not call ours, and the optimizer is to step the
+            # weights that its model has since it was spread.
+            strategy.prepare_optimizer(inner_optimizer(item))
+            ready[index] = own.prepare_optimizer(item, device_placement=placement[index])
+            self.watch.knows(inner_optimizer(ready[index]))
+        for index, item in self._new(objects, DataLoader):
+            ready[index] = accelerator.prepare_data_loader(item, device_placement=placement[index])
+        for index, item in self._new(objects, LRScheduler, AcceleratedScheduler):
+            ready[index] = accelerator.prepare_scheduler(item)
         return ready
 
-    def model(
-        self, model: Module, placement: bool | None = None, *, evaluation: bool = False
-    ) -> Module:
-        """Return the prepared model: on its device, in mixed precision, wrapped or sharded.
+    def _new(self, objects: Sequence[Any], *kinds: type) -> Iterator[tuple[int, Any]]:
+        """Yield (index, object) for those of some kinds that ``prepare`` has not returned before.
 
-        Args:
-            placement: whether it is moved to the device; None: as
-                ``Accelerator(device_placement=...)`` says.
-        """
-        self._renew(model)
-        ready: list[Any] = [model]
-        self._prepare_together(ready, [placement], evaluation=evaluation)
-        return ready[0]  # type: ignore[no-any-return]
-
-    def optimizer(
-        self, optimizer: Optimizer, placement: bool | None = None
-    ) -> AcceleratedOptimizer:
-        """Return the prepared optimizer, which steps once all batches of a step are accumulated.
-
-        Args:
-            placement: whether its state is moved to the device of its weights; None: as
-                ``Accelerator(device_placement=...)`` says.
-        """
-        ready: list[Any] = [optimizer]
-        self._prepare_together(ready, [placement])
-        return ready[0]  # type: ignore[no-any-return]
-
-    def _is_ready(self, item: object) -> bool:
-        """Return whether ``prepare`` returned this object, so that it must not be wrapped again.
-
-        A model that was prepared for evaluation does not count: it may be prepared for training.
+        A model that was prepared for evaluation is new: it may be prepared for training.
         """
         trained = [known.wrapped for known in self.models if known.training]
         lists: list[Sequence[object]] = [trained, self.optimizers, self.schedulers, self.loaders]
-        return any(item is known for each in lists for known in each)
+        ready = {id(known) for each in lists for known in each}
+        return (
+            (index, item)
+            for index, item in enumerate(objects)
+            if isinstance(item, kinds) and id(item) not in ready
+        )
 
-    def _prepare_apart(
-        self, objects: list[Any], placement: Sequence[bool | None], accelerator: Any
-    ) -> None:
-        """Prepare the models and then the optimizers in the list ``objects`` one by one, in place.
-
-        It calls ``accelerator.prepare_model`` and ``accelerator.prepare_optimizer``, which a
-        subclass may override.
-        """
-        for index, item in enumerate(objects):
-            if isinstance(item, torch.nn.Module) and not self._is_ready(item):
-                made = accelerator.prepare_model(item, device_placement=placement[index])
-                inner = without_wrappers(made)
-                # A subclass's own prepare_model may have wrapped it, without ours knowing.
-                objects[index] = made if inner is made else self._take_wrapped(made, inner)
-        for index, item in enumerate(objects):
-            if isinstance(item, torch.optim.Optimizer) and not self._is_ready(item):
-                # The user's own prepare_optimizer need not call ours, and the optimizer is to step
-                # the weights that its model has since it was spread.
-                self.plan.strategy.prepare(PrepareCall(optimizers=[inner_optimizer(item)]))
-                optimizer = accelerator.prepare_optimizer(item, device_placement=placement[index])
-                self.watch.knows(inner_optimizer(optimizer))
-                objects[index] = optimizer
-
-    def _prepare_together(
-        self, objects: list[Any], placement: Sequence[bool | None], *, evaluation: bool = False
-    ) -> None:
-        """Replace the models and optimizers in the list ``objects`` by their prepared forms.
-
-        The strategy gets all of them in one call. DeepSpeed, which prepares a model and its
-        optimizer in one step, needs both in the list. With other strategies, this may be called for
-        one object at a time, models before their optimizers.
-
-        Args:
-            placement: for each object, whether it is moved to the device; None: as
-                ``Accelerator(device_placement=...)`` says.
-        """
-        models: dict[int, ModelToPrepare] = {}  # by id: one may be given twice
-        optimizers: dict[int, Optimizer] = {}
-        for index, item in enumerate(objects):
-            if isinstance(item, torch.optim.Optimizer):
-                optimizers[index] = inner_optimizer(item)
-            elif isinstance(item, torch.nn.Module):
-                known = self._known_model(item, training=not evaluation)
-                if known is not None:
-                    objects[index] = known
-                    continue
-                is_spread = _is_spread(item, self.plan.topology.num_processes)
-                device = None if is_spread else self._device(placement[index])
-                models[id(item)] = ModelToPrepare(item, not evaluation, device)
-        call = PrepareCall(
-            [*models.values()],
-            [*optimizers.values()],
+    def _call_with(self, objects: Sequence[Any]) -> PrepareCall:
+        return PrepareCall(
+            [item for item in objects if isinstance(item, Module)],
+            [inner_optimizer(item) for item in objects if isinstance(item, Optimizer)],
             [item for item in objects if isinstance(item, LRScheduler)],
             self._schedule_steps,
             [size for item in objects for size in _batch_sizes(item, self._num_shares)],
         )
-        spreads = self.plan.strategy.spreads_weights
-        copies = [
-            copy_on_meta(uncompiled(given.model)) if spreads and given.training else None
-            for given in call.models
-        ]
-        wrapped, stepped = self.plan.strategy.prepare(call)
-        for given, model, meta_copy in zip(call.models, wrapped, copies, strict=True):
-            self._keep(PreparedModel(given.model, model, given.training, meta_copy))
-        made = dict(zip(models, wrapped, strict=True))
-        objects[:] = [made.get(id(item), item) for item in objects]
-        for index, optimizer in zip(optimizers, stepped, strict=True):
-            objects[index] = self._as_accelerated(optimizer, placement[index])
+
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Module:
+        """Return the prepared model; see ``Accelerator.prepare_model``."""
+        self._renew(model)
+        training = not evaluation_mode
+        known = self._known_model(model, training=training)
+        if known is not None:
+            return known
+        strategy = self.plan.strategy
+        is_spread = _is_spread(model, self.plan.topology.num_processes)
+        device = None if is_spread else self._device(device_placement)
+        shards = strategy.spreads_weights and training
+        meta_copy = copy_on_meta(uncompiled(model)) if shards else None
+        if not strategy.is_engine:
+            self.plan.precision.wrap(model)
+        wrapped = strategy.prepare_model(ModelToPrepare(model, training, device))
+        self._keep(PreparedModel(model, wrapped, training, meta_copy))
+        return wrapped
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Return the prepared optimizer; see ``Accelerator.prepare_optimizer``."""
+        strategy = self.plan.strategy
+        stepped = strategy.prepare_optimizer(inner_optimizer(optimizer))
+        for known in self.optimizers:
+            if known.optimizer is stepped:
+                return known
+        prepared = strategy.wrap_optimizer(
+            stepped, self.plan.accumulation, moves_state=self._device(device_placement) is not None
+        )
+        self.watch.knows(stepped)
+        self.optimizers.append(prepared)
+        return prepared
 
     def _renew(self, item: object) -> None:
         """Update the wrapper of a prepared model that is passed to ``prepare`` again.
@@ -338,7 +304,7 @@ class Preparation:
         models = [known.inner for known in self.models]
         return memory_parts(self.plan.strategy.topology.device, models, self.optimizers)
 
-    def loader(
+    def prepare_data_loader(
         self,
         loader: DataLoader[Any],
         placement: bool | None = None,
@@ -368,18 +334,9 @@ class Preparation:
         self.loaders.append(prepared)
         return prepared
 
-    def _as_accelerated(self, stepped: Optimizer, placement: bool | None) -> AcceleratedOptimizer:
-        for known in self.optimizers:
-            if known.optimizer is stepped:
-                return known
-        prepared = self.plan.strategy.wrap_optimizer(
-            stepped, self.plan.accumulation, moves_state=self._device(placement) is not None
-        )
-        self.watch.knows(stepped)
-        self.optimizers.append(prepared)
-        return prepared
-
-    def scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(
+        self, scheduler: LRScheduler | AcceleratedScheduler
+    ) -> AcceleratedScheduler:
         """Return the prepared scheduler, which by default steps only if its optimizer stepped.
 
         If the optimizer that the scheduler was made with is not prepared, all prepared optimizers
@@ -444,7 +401,7 @@ def _batch_sizes(item: object, num_shares: int) -> list[int]:
 
 
 def _refuse_foreign(item: object) -> None:
-    if isinstance(item, (torch.nn.Module, torch.optim.Optimizer)):
+    if isinstance(item, (Module, Optimizer)):
         return
     for kind in type(item).__mro__:
         package = kind.__module__.partition(".")[0]

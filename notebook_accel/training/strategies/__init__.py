@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PLUGIN_ARGUMENTS",
     "STRATEGIES",
+    "Choice",
     "ModelToPrepare",
     "PrepareCall",
     "Request",
@@ -65,8 +66,8 @@ class Choice(NamedTuple):
 
     is_asked_for: Callable[[Request], bool]
     module: str
-    """Relative to this package. It is imported when it is chosen: torch's sharding alone costs a
-    second and more, which a rank that does not use it is spared."""
+    """Relative to this package, or whole. It is imported when it is chosen: torch's sharding alone
+    costs a second and more, which a rank that does not use it is spared."""
     name: str
 
 

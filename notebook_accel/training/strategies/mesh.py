@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.strategies.context import SequenceDivider
     from notebook_accel.training.strategies.strategy_request import (
         ModelToPrepare,
-        PrepareCall,
         Request,
     )
 
@@ -90,12 +89,10 @@ class MeshParallel(TakesSpreadModels):
         # Asked each time: a script may change it before its last save.
         return self.plugin.saves_shards
 
-    def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
-        models, optimizers = super().prepare(call)
-        for optimizer in optimizers:
-            dtensors.remap(optimizer, self._replaced)
-            self._refuse_one_vector(optimizer)
-        return models, optimizers
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        dtensors.remap(optimizer, self._replaced)
+        self._refuse_one_vector(optimizer)
+        return optimizer
 
     def _refuse_one_vector(self, optimizer: Optimizer) -> None:
         """Refuse LBFGS in a pipeline, or with weights on several meshes.

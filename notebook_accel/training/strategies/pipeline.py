@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies.strategy_request import (
         ModelToPrepare,
-        PrepareCall,
         Request,
     )
 
@@ -83,13 +82,12 @@ class PipelineParallel(MeshParallel):
         # Whole files, unless the user's plugin wants every rank's parts.
         return self._has_users_plugin and super().saves_shards
 
-    def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
-        given = [_weights_of(optimizer) for optimizer in call.optimizers]
-        models, optimizers = super().prepare(call)
-        for optimizer, groups in zip(optimizers, given, strict=True):
-            if optimizer not in self._layouts:
-                self._layouts[optimizer] = self._lay_out(groups)
-        return models, optimizers
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        groups = _weights_of(optimizer)
+        super().prepare_optimizer(optimizer)
+        if optimizer not in self._layouts:
+            self._layouts[optimizer] = self._lay_out(groups)
+        return optimizer
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         if not given.training or self._is_spread(given.model):

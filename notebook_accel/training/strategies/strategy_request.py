@@ -51,7 +51,7 @@ class ModelToPrepare:
 class PrepareCall:
     """All objects of one ``prepare`` call; DeepSpeed needs them together."""
 
-    models: list[ModelToPrepare] = field(default_factory=list)
+    models: list[Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     schedule_steps: int = 1

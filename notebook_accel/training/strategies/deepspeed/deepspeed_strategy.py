@@ -59,7 +59,7 @@ class DeepSpeedZero(Strategy):
 
     distributed_type = DistributedType.DEEPSPEED
     saves_shards = True
-    prepares_together = True
+    is_engine = True
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -68,6 +68,9 @@ class DeepSpeedZero(Strategy):
         self.label = f"DeepSpeed ZeRO-{self.plugin.zero_stage}"
         self.scaling = None
         self.engine: DeepSpeedEngineWrapper | None = None
+        # The model and optimizer of the engine that this prepare() is to make, and its objects.
+        self._expected: tuple[Module, Optimizer, PrepareCall] | None = None
+        self._given_optimizer: Optimizer | None = None
         self._accumulation: Accumulation = request.accumulation
         # Whether the next backward ends its window; None: as the window says.
         self._exchanges: bool | None = None
@@ -82,36 +85,45 @@ class DeepSpeedZero(Strategy):
                 f'{self.topology.device.type} of this machine; use mixed_precision="bf16"'
             )
 
-    def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
-        known = self.engine is not None and self.engine.engine.basic_optimizer
-        new = [each for each in call.optimizers if each is not known]
+    def expect(self, call: PrepareCall) -> None:
+        new = [each for each in call.optimizers if not self._steps_by(each)]
         if not new:
-            return [self.prepare_model(each) for each in call.models], call.optimizers
-        trained = self._pair(call, new)
-        engine = self._make_engine(trained, new[0], call)
-        models = [engine if each is trained else self.prepare_model(each) for each in call.models]
-        stepped = [engine.basic_optimizer if each is new[0] else each for each in call.optimizers]
-        return models, stepped
-
-    def _pair(self, call: PrepareCall, new: list[Optimizer]) -> ModelToPrepare:
-        """Return the model of a ``prepare`` call whose weights the new optimizer steps."""
+            self._expected = None
+            return
         if len(new) > 1 or self.engine is not None:
             raise ConfigError(
                 "DeepSpeed trains one model by one optimizer an Accelerator, and prepare() got "
                 f"{len(new) + (self.engine is not None)} optimizers: make another Accelerator for "
                 "another model"
             )
-        for each in call.models:
-            weights = {id(weight) for weight in each.model.parameters()}
-            if each.training and shares_parameters(new[0], weights):
-                return each
+        for model in call.models:
+            if shares_parameters(new[0], {id(weight) for weight in model.parameters()}):
+                self._expected = model, new[0], call
+                return
         raise ConfigError(
             f"prepare() got a {type(new[0]).__name__} without the model whose parameters it has: "
             "DeepSpeed needs both in one call, prepare(model, optimizer, ...)"
         )
 
+    def _steps_by(self, optimizer: Optimizer) -> bool:
+        """Return whether the engine was made of this optimizer, or has made it."""
+        of_engine = self.engine and (self._given_optimizer, self.engine.engine.basic_optimizer)
+        return any(optimizer is each for each in of_engine or ())
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if not self._steps_by(optimizer):
+            self.expect(PrepareCall(optimizers=[optimizer]))
+        assert self.engine is not None
+        return self.engine.engine.basic_optimizer  # type: ignore[no-any-return]
+
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """Prepare a model without optimizer: sharded in ZeRO stage 3, else a full copy per rank."""
+        """Prepare a model: with its optimizer by an engine; without, to be evaluated.
+
+        One without optimizer is sharded in ZeRO stage 3, else each rank has a full copy.
+        """
+        if self._expected is not None and given.model is self._expected[0]:
+            (_, self._given_optimizer, call), self._expected = self._expected, None
+            return self._make_engine(given.model, self._given_optimizer, call)
         if self.plugin.zero_stage != 3:
             self.precision.wrap(given.model)
             return super().prepare_model(given)
@@ -121,8 +133,7 @@ class DeepSpeedZero(Strategy):
         engine, *_ = self._initialize(given.model, config)
         return engine  # type: ignore[no-any-return]
 
-    def _make_engine(self, given: ModelToPrepare, optimizer: Optimizer, call: PrepareCall) -> Any:
-        model = given.model
+    def _make_engine(self, model: Module, optimizer: Optimizer, call: PrepareCall) -> Module:
         placeholder = optimizer if isinstance(optimizer, DummyOptim) else None
         schedule = next((one for one in call.schedulers if isinstance(one, DummyScheduler)), None)
         _check_sections(self.plugin.deepspeed_config, optimizer, call.schedulers)
@@ -138,7 +149,7 @@ class DeepSpeedZero(Strategy):
             lr_scheduler=schedule.lr_scheduler_callable if schedule else None,
         )
         self.engine = DeepSpeedEngineWrapper(engine)
-        return engine
+        return engine  # type: ignore[no-any-return]
 
     def _complete(self, model: Module, call: PrepareCall) -> dict[str, Any]:
         return complete(

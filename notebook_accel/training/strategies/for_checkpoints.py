@@ -1,0 +1,84 @@
+"""What checkpoints ask of a strategy, as it is where each rank has the whole model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.files.pieces import Piece
+
+
+class ForCheckpoints:
+    """Weights and optimizer states of a :class:`Strategy`, whole or in parts."""
+
+    spreads_weights: bool = False
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each rank writes its shards of the weights.
+
+        If False, rank 0 writes full weights.
+        """
+        return False
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether all ranks must take part in saving, since each has only a part of a model."""
+        return self.saves_shards or self.spreads_weights
+
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
+        """Return the state dict of an unwrapped model; with sharded weights, all ranks call it.
+
+        Args:
+            full: whether sharded tensors are joined to full ones. False returns this rank's shards.
+            keeps: False for a rank that only helps to join tensors for other ranks. Such a rank may
+                get an empty dictionary, which saves memory.
+        """
+        return model.state_dict()
+
+    def is_in_parts(self, model: Module) -> bool:
+        """Return whether this rank has only a part of a prepared model's weights."""
+        return False
+
+    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
+        """Return this rank's part without a collective.
+
+        None if the notebook could not join the parts.
+        """
+        return dict(model.state_dict())
+
+    def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Load full (unsharded) weights into a model without wrapper; all ranks call it."""
+        model.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
+        """Return the full state dict of an optimizer; with sharded weights, all ranks call it."""
+        return optimizer.state_dict()
+
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return this rank's part without a collective, as :meth:`own_state_dict` does."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a full (unsharded) state dict into an optimizer; all ranks call it."""
+        optimizer.load_state_dict(state)
+
+    def own_piece(self, options: dict[str, Any]) -> Piece | None:
+        """Return the piece that the strategy's library writes itself.
+
+        None if this package writes all.
+        """
+        return None
+
+    def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
+        """Load what :meth:`own_piece` wrote; False if the checkpoint has no such files."""
+        return False
+
+    def make_whole(self, values: Any) -> Any:
+        """Return nested ``values`` with sharded tensors joined to full ones; all ranks call it."""
+        return values
