@@ -10,13 +10,11 @@ NotebookAccelError(RuntimeError)
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 # Packages between a cell and the magic that it calls.
 _SHELL = {"IPython", "decorator", "decorator.py"}

@@ -12,16 +12,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.private.of_debugpy import without_debugger
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _PCI = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"

@@ -14,6 +14,7 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,6 @@ from notebook_accel.actions.scoreboard import MAX_CONTENT, STOP, leave_after, me
 from notebook_accel.system.interrupts import held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from notebook_accel import wire
     from notebook_accel.actions.messages import Passed, Point, Post
 

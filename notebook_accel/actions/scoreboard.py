@@ -51,14 +51,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from notebook_accel.actions.messages import Passed, Point
 from notebook_accel.wire import StepTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 # How long to wait after the flag goes up until all rows are true: a processor may hold back the
 # write of a rank that read the flag just before, for less than a microsecond.

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from notebook_accel.errors import NotebookAccelError, WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # For each command: its module, and what it does.
 _COMMANDS = {

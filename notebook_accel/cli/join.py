@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from getpass import getpass
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TOKEN = "NOTEBOOK_ACCEL_JOIN_TOKEN"
 

@@ -18,6 +18,8 @@ import shutil
 import signal
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -41,9 +43,6 @@ from notebook_accel.system.processes import kill_leftovers
 from notebook_accel.wire import Devices
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterator, Sequence
-
     from notebook_accel.config import LaunchConfig
 
 # Of ranks on one machine, which several machines cannot meet by.

@@ -6,16 +6,13 @@ import os
 import platform
 import re
 from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from notebook_accel.config import default_config_path
 from notebook_accel.launch.doctor import STOPS, as_lines, examine
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.text import wording
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _VARIABLES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_", "SLURM_")
 

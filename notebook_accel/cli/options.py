@@ -11,6 +11,7 @@ of this package, such as flags that choose a kind of launch, and YAML entries th
 from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
@@ -26,8 +27,6 @@ from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from notebook_accel.config.setting import Setting
 
 # Names of Accelerate's launcher, in its options and its YAML, for options of torchrun.

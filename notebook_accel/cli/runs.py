@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError, LaunchError
@@ -20,8 +21,6 @@ from notebook_accel.launch.view.summary import elapsed, num_ranks
 from notebook_accel.system.own_files import open_to_read
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from notebook_accel.launch.run import Run
 
 _LOOK_SECONDS = 0.2

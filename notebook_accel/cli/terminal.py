@@ -12,12 +12,10 @@ import contextlib
 import re
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from notebook_accel.launch.text.terminal_text import plain_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # As torchrun fills it in, before each piece of text that it hands over.
 LABEL = "[rank ${rank}] "

@@ -6,12 +6,9 @@ import importlib.util
 import subprocess
 import sys
 from argparse import ArgumentParser
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def merge_weights(arguments: Sequence[str]) -> int:

@@ -13,17 +13,16 @@ Accelerate's folder. That works since these files import each other by relative 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accel.training.processes import topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
     from notebook_accel.training.processes.topology import Topology
 
 __all__ = ["Missing", "door", "open_below"]

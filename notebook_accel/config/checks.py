@@ -7,15 +7,12 @@ import importlib.metadata
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _OLDEST_TORCH = (2, 9)
 

@@ -7,6 +7,7 @@ in ranks is in training/.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from notebook_accel.config.checks import as_count
 from notebook_accel.config.setting import setting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.nn import Module
 
 # Accelerate's names have no prefix of their own, and so no twin of ours.

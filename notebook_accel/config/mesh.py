@@ -5,13 +5,11 @@ This file imports no torch, since it is imported in the notebook's kernel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config.setting import setting
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def _size(name: str, about: str) -> Any:

@@ -14,14 +14,12 @@ import functools
 import inspect
 import os
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_positive, as_text
 from notebook_accel.text_values import value_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 _Class = TypeVar("_Class", bound=type)
 _ROW = "setting"

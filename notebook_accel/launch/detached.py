@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,8 +55,6 @@ from notebook_accel.system.interrupts import held
 from notebook_accel.system.processes import import_path, is_readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.launch_request import LaunchRequest
     from notebook_accel.launch.payload import PackedCall

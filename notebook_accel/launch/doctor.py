@@ -14,8 +14,8 @@ import contextlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from notebook_accel import tpu
 from notebook_accel.config import resolve
@@ -26,9 +26,6 @@ from notebook_accel.launch.machine import Machine, look_at_machine
 from notebook_accel.launch.template.handle import imports_line
 from notebook_accel.system.memory import free_in_container
 from notebook_accel.system.open_files import files_needed, hard_limit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 FINE, HURTS, STOPS = "fine", "hurts", "stops"
 SIGNS = {FINE: "✓", HURTS: "!", STOPS: "✗"}

@@ -7,14 +7,13 @@ ranks, and to the call that runs on them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.setup.steps import Step

@@ -15,8 +15,11 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +50,6 @@ from notebook_accel.system.interrupts import held
 from notebook_accel.system.open_files import check_open_files, naming_what_is_short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
     from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.run_state import ProcessState
     from notebook_accel.launch.engines.engine import Engine

@@ -6,8 +6,8 @@ this process must not use one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -17,9 +17,6 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.rank_environment import num_cores, rank_environment
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.wire import Devices
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, kw_only=True)

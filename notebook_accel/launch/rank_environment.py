@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from notebook_accel.config import LaunchConfig, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
 from notebook_accel.system.kept_environment import kept_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 # On a CPU, Hugging Face Accelerate in a rank makes a world of one, unless this says that the CPU
 # is meant.

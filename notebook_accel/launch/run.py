@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import os
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,10 +35,6 @@ from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.rank.knob_limits import checked
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
-
     from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_state import Failure, RunState

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,8 +28,6 @@ from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.system.interrupts import held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from notebook_accel.launch.control.call import CallView
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder

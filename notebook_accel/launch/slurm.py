@@ -13,13 +13,10 @@ import re
 import shutil
 import subprocess
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 # Where no port is given, all nodes of a job choose the same one, and jobs that share a machine
 # most likely different ones: above what Slurm itself uses, below what systems give out.

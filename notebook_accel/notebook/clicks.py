@@ -12,16 +12,13 @@ import functools
 import re
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.private import of_ipykernel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 # ---- What pages ask on the main shell of a kernel (ipykernel 7) while a cell blocks that.
 #

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -19,9 +21,6 @@ from notebook_accel.rank.knob_limits import checked
 from notebook_accel.render.markup import element, join, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
     from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextvars
 import threading
 import uuid
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # It takes no room in the pages of JupyterLab and Notebook 7.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -27,9 +29,6 @@ from notebook_accel.notebook.views import choose_view, dashboard_in
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping, Sequence
-
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.display_slot import DisplaySlot
 

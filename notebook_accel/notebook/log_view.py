@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise, repeat
 from operator import itemgetter
@@ -29,8 +30,6 @@ from notebook_accel.render.ansi_colours import ansi_to_markup
 from notebook_accel.render.markup import element, join, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from notebook_accel.launch.control.run_state import RankState, RunState
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.widgets import PanelWidgets

@@ -12,6 +12,8 @@ import ast
 import re
 import shlex
 import unicodedata
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +41,6 @@ from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.warming import keep_reading
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from IPython.core.interactiveshell import InteractiveShell
 
     from notebook_accel.launch.run import Run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -10,8 +11,6 @@ from notebook_accel.launch.view.progress import name_of
 from notebook_accel.render.charts import PAGE_SIZE, render_charts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from notebook_accel.launch.control.curves import LiveCurves
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.widgets import PanelWidgets

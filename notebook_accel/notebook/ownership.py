@@ -14,14 +14,12 @@ assignment.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.launch.payload.names import look_at
 from notebook_accel.launch.text.used_names import is_history
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 # From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000

@@ -17,6 +17,7 @@ import math
 import re
 import threading
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import combinations
 from os import PathLike
@@ -47,8 +48,6 @@ from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_
 from notebook_accel.render.markup import copyable, element, join, style_element
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from markupsafe import Markup
 
     from notebook_accel.config.setting import Setting

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from markupsafe import Markup
@@ -24,8 +25,6 @@ from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.render.markup import element, join, message_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from notebook_accel.launch.control.run_state import Display, RankState, RunState
     from notebook_accel.notebook.worker.shown_value import ShownValue
 

@@ -10,8 +10,11 @@ calls and ends ranks.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,10 +58,6 @@ from notebook_accel.render.markup import element
 from notebook_accel.system.processes import describe_exit
 
 if TYPE_CHECKING:
-    import os
-    import threading
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from IPython.core.interactiveshell import InteractiveShell
 
     from notebook_accel.launch.payload import CellSource

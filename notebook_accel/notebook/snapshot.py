@@ -8,6 +8,7 @@ readable without any style. Its styles are inline, in tones for light and dark p
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,6 @@ from notebook_accel.render.panel import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from notebook_accel.launch.control.plotting import Point
     from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.render.panel import AskedStacks

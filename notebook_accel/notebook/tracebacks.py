@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import linecache
 import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
@@ -22,9 +23,6 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.payload import CellSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from types import FrameType
-
     from IPython.core.interactiveshell import InteractiveShell
 
 # Folders and files between a cell and what raised: this package, and what calls it for a magic.

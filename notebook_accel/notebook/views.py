@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
@@ -20,8 +21,6 @@ from notebook_accel.notebook.snapshot import render_line, render_slim, render_sn
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager
+from typing import Any
 
 
 def without_debugger() -> AbstractContextManager[None]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from contextvars import ContextVar
+from contextvars import ContextVar
+from typing import Any
 
 
 def publish_status(kernel: Any, status: str, request: Any) -> None:

@@ -12,13 +12,12 @@ import logging
 import os
 import pickle
 import sys
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping
-
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module

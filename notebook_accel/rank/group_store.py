@@ -15,13 +15,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import StorePort, current
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 _SERVER = "the address of the store that this rank serves, and the store"
 _NUM_GROUPS = "number of groups made in each call"

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -27,10 +30,6 @@ from notebook_accel.actions.scoreboard import STOP
 from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-
     from notebook_accel.actions.scoreboard import Scoreboard
 
 # Between two questions for the memory of a device: at each step it would slow the loop down.

@@ -8,13 +8,12 @@ colours of a terminal, bold, dim, italic and underline are kept; all other seque
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accel.render.markup import element, escape, join
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from markupsafe import Markup
 
 # "Select graphic rendition"; the other sequences move the cursor and the like. No real one is

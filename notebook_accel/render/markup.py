@@ -7,17 +7,14 @@ escape them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import markupsafe
 from markupsafe import Markup
 
 from notebook_accel.launch.text.terminal_text import plain_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 # Bytes of the characters that markupsafe writes as several.
 _ESCAPED_BYTES = {"&": 5, "<": 4, ">": 4, '"': 5, "'": 5}

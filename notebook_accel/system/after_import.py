@@ -7,12 +7,10 @@ the module.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from importlib.machinery import ModuleSpec
+from typing import Any
 
 
 def change_module(name: str, change: Callable[[Any], None]) -> None:

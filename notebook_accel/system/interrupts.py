@@ -15,12 +15,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
+from types import FrameType
 
 # How late a waiter may see that a latch was set, should another one have been interrupted.
 _LOOK_SECONDS = 1.0

@@ -11,12 +11,9 @@ import contextlib
 import errno
 import os
 import resource
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from notebook_accel.errors import LaunchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 

@@ -10,11 +10,9 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import IO
 
 # What the system says of a disk, or a user's share of it, that has no room left.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)

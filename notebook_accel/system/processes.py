@@ -9,12 +9,10 @@ import os
 import select
 import signal
 import sys
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Protocol
 
 import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
 
 
 def import_path() -> list[str]:

@@ -19,14 +19,11 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from notebook_accel.private import of_python
 from notebook_accel.system import processes
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 # Of a run's name, from its end: digits of the microsecond in which it was made, and a random one.
 _NUM_CHARACTERS = 4

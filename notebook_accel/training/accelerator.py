@@ -12,6 +12,8 @@ optimizer in one step, ``prepare`` calls neither ``prepare_model`` nor ``prepare
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -62,9 +64,6 @@ from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.tracker import BlankTracker
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.nn import Module
     from torch.profiler import profile as Profiler  # noqa: N812
     from torch.utils.data import DataLoader
@@ -81,7 +80,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
     Path_ = str | os.PathLike[str]
-    from collections.abc import Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer

@@ -11,6 +11,7 @@ The sharded folders are the same as those of ``save_state``.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -30,8 +31,6 @@ from notebook_accel.training.preparing.prepare import extract_model_from_paralle
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 
 if TYPE_CHECKING:
-    import os
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings.handlers import DistributedType, as_steps
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torch.nn import Module
 
     from notebook_accel.training.accelerator import Accelerator

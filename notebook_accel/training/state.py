@@ -6,6 +6,7 @@ rank. The third such class, ``GradientState``, is in ``stepping``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,6 @@ from notebook_accel.training.settings.handlers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh

@@ -27,9 +27,10 @@ import os
 import selectors
 import signal
 import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch.multiprocessing as mp
@@ -47,9 +48,6 @@ from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.system import open_files, processes, scratch
 from notebook_accel.system.memory import free_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 # ---- The last thing that an agent does: it sends the kernel all that is still to be sent.
 

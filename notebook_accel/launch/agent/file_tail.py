@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 # What the agent passes on at once; anything older stays in the file.
 _MAX_LIVE_BYTES = 32_768

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -23,8 +24,6 @@ from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
 from notebook_accel.system import processes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from notebook_accel.actions.scoreboard import Scoreboard
     from notebook_accel.launch.agent.ports import RunPorts
     from notebook_accel.launch.agent.rank_logs import RankLogs

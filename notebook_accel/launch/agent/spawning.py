@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib import import_module
@@ -33,8 +34,6 @@ from notebook_accel.launch.worker.threads import Host
 from notebook_accel.system.processes import is_readable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from notebook_accel import wire
     from notebook_accel.launch.agent.rank_process import Shared
 

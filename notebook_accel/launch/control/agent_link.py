@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from notebook_accel import wire
     from notebook_accel.launch.transport.channel import Channel
 

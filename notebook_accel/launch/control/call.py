@@ -38,6 +38,8 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,9 +61,6 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.system.interrupts import Latch, held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
-
     from notebook_accel.actions.messages import Action
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import LostAgent

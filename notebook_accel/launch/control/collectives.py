@@ -7,12 +7,11 @@ receive has no number: it waits for its counterpart on one other rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from notebook_accel import wire
 
 

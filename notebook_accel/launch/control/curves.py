@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from notebook_accel.launch.control.plotting import Point
 
 # The most stretches of a curve; a chart is about as many pixels wide (render/charts.py).

@@ -13,6 +13,7 @@ hang only once two dumps in a row agree.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -22,8 +23,6 @@ from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.wire import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from notebook_accel import wire
     from notebook_accel.launch.control.collectives import Difference
 

@@ -12,6 +12,7 @@ collectives are not taken to hang.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,6 @@ from notebook_accel.launch.control.hang import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from notebook_accel.launch.control.hang import Hang, RankStack
     from notebook_accel.launch.control.run_state import RankState, RunState
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import msgspec
@@ -19,9 +21,6 @@ from notebook_accel.launch.control.run_folder import lost_files_notice, making_f
 from notebook_accel.system.own_files import own_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
     from notebook_accel import wire
 
 # A sample of a long file is made of so many stretches, from all over it.

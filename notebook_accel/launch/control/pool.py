@@ -21,8 +21,10 @@ import selectors
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -39,9 +41,6 @@ from notebook_accel.system.own_files import open_log
 from notebook_accel.system.processes import describe_exit, is_readable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from notebook_accel.actions.messages import Action
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.control.run_state import RunState

@@ -28,6 +28,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -51,8 +52,6 @@ from notebook_accel.system.own_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.results import Results
 

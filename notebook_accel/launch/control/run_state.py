@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, singledispatch
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from notebook_accel import wire
 from notebook_accel.launch.control.curves import mode_of
 from notebook_accel.launch.control.hang import Hang  # noqa: TC001 (msgspec reads the annotation)
 from notebook_accel.launch.text.terminal_text import Tail, append_output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ENDED = ("succeeded", "failed", "stopped")
 # Begins the one notice that is good news.

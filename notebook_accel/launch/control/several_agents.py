@@ -9,14 +9,11 @@ The agent of rank 0 chooses the MASTER_PORT, so the other agents get a call only
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from notebook_accel import wire
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 
 class MessagesForOthers:

@@ -8,13 +8,10 @@ The output of ``faulthandler`` has file names in place of cell labels, and inclu
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from notebook_accel.launch.payload.cells import name_cells
 from notebook_accel.wire import Frame
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 # What faulthandler writes of the frame that calls the function, the newest frame first. In a
 # session a second one stands above it.

@@ -9,6 +9,7 @@ of JSON with the list of their sizes in bytes.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload
@@ -18,8 +19,6 @@ from notebook_accel.launch.transport.segment import unpack
 from notebook_accel.system.own_files import own_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel import wire
 
 

@@ -23,6 +23,7 @@ import os
 import re
 import signal
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -35,8 +36,6 @@ from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.system.processes import describe_exit, signal_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from notebook_accel.launch.control.agent_link import LostAgent
     from notebook_accel.launch.control.run_state import RankState, RunState
     from notebook_accel.launch.payload import PackedCall

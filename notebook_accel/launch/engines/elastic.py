@@ -20,6 +20,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -57,8 +58,6 @@ from notebook_accel.system.kept_environment import kept_environment
 from notebook_accel.system.processes import import_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.engines.machines import JoinedMachine, MachineServer

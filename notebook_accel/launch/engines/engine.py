@@ -23,17 +23,16 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel import wire
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.call import Call, NewCall
     from notebook_accel.launch.control.pool import RankPool

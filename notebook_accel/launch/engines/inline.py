@@ -8,6 +8,7 @@ output is not logged: the notebook shows it as usual. Only an interrupt can stop
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ from notebook_accel.launch.worker.tracebacks import error_text, exit_code, forma
 from notebook_accel.system.interrupts import let_through
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from notebook_accel.launch.control.call import NewCall
     from notebook_accel.launch.control.metrics_file import MetricStore
     from notebook_accel.launch.launch_request import LaunchRequest

@@ -15,9 +15,11 @@ import pickle
 import socket
 import time
 from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -49,9 +51,6 @@ from notebook_accel.system.interrupts import held
 from notebook_accel.system.processes import import_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
     from notebook_accel.launch.control.call import Call, NewCall
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.launch_request import LaunchRequest

@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,6 @@ from notebook_accel.system.kept_environment import kept_environment
 from notebook_accel.system.processes import import_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.engine import RankPlan
     from notebook_accel.launch.launch_request import LaunchRequest

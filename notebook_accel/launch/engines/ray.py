@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,6 @@ from notebook_accel.launch.engines.machines import (
 from notebook_accel.private.of_debugpy import without_debugger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.machines import JoinedMachine
     from notebook_accel.launch.launch_request import LaunchRequest

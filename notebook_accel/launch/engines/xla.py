@@ -8,6 +8,7 @@ chips free, and the function may be defined in a cell.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from notebook_accel import tpu
@@ -16,8 +17,6 @@ from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.launch_request import LaunchRequest
 

@@ -7,8 +7,9 @@ import functools
 import inspect
 import types
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.payload.pickling import (
@@ -21,9 +22,6 @@ from notebook_accel.launch.payload.pickling import (
     used_globals,
 )
 from notebook_accel.private import of_torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 T = TypeVar("T")
 

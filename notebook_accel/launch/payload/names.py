@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.launch.payload.culprits import cannot_be_pushed, pickled
 from notebook_accel.launch.payload.pickling import Discard, SessionPickler, itself
 from notebook_accel.private import of_torch
-
-if TYPE_CHECKING:
-    import pickle
 
 # What is written through `tensor.data`, or through an array of numpy on the memory of a tensor,
 # counts no version. Up to this size all of the memory on the CPU is compared. Above it samples of

@@ -19,13 +19,11 @@ import os
 import random
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import current_process
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 # What makes a logging handler, its level and its formatter.
 _Handler = tuple["Callable[[], logging.Handler]", int, logging.Formatter]

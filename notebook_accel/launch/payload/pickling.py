@@ -18,19 +18,17 @@ import types
 import typing
 import weakref
 from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from importlib import import_module
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.private import of_torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # ---- values that could be pickled, and would be useless or wrong in another process --------
 

@@ -13,14 +13,12 @@ cells use, as in what ``run.export`` writes.
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.scripts.export import lines_for, script_text
 from notebook_accel.launch.text.used_names import PROVIDED, is_history, names_of, without_watcher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
 
 # Magics that run the code beside them.
 _RUNNERS = ("prun", "run", "time", "timeit")

@@ -11,17 +11,15 @@ import io
 import os
 import sys
 import types
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.pickling import CallPickler, load
 from notebook_accel.system.after_import import change_module
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 # From a module to a value in it: names of attributes, and keys of dictionaries as tuples of one.
 Path = tuple["str | tuple[Any]", ...]

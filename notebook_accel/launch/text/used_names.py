@@ -19,11 +19,9 @@ import re
 import sys
 import types
 import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 # What a cell of the magic finds in its ranks. A name of the notebook that is called so counts from
 # its next assignment on.

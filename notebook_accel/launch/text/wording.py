@@ -6,15 +6,13 @@ import math
 import re
 import reprlib
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Number
 from pathlib import PurePath
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 # Below an error of a kernel on a device, by which the launcher knows it too.
 LASTING_ERROR = (

@@ -20,7 +20,8 @@ import socket
 import struct
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Union
+from collections.abc import Callable, Iterator, Sequence
+from typing import Union
 
 import msgspec
 
@@ -28,10 +29,6 @@ from notebook_accel import wire
 from notebook_accel.actions import messages as action_messages
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.text.terminal_text import escaped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 
 # ---- Messages as bytes: msgpack, decoded into the types of ``wire.py`` and nothing else.
 

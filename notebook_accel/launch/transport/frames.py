@@ -45,16 +45,13 @@ import itertools
 import os
 import socket
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from notebook_accel import wire
 from notebook_accel.launch.transport import segment
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.system.processes import is_readable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Bytes of a stream in one frame: so many that headers cost nothing, and so few that a stop is not
 # held up (2 ms at 1 Gbit/s).

@@ -19,15 +19,12 @@ import hmac
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from notebook_accel import wire
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.frames import FramedChannel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # Bytes, as many as SHA-256 gives.
 _NONCE = 32

@@ -33,8 +33,9 @@ import ssl
 import struct
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -42,9 +43,6 @@ from notebook_accel import wire
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.transport.channel import decode, encode
 from notebook_accel.system.interrupts import held
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 

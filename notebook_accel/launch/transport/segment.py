@@ -20,13 +20,10 @@ import fcntl
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from notebook_accel import wire
 from notebook_accel.launch.payload import Packed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 # Up to this size a value is copied into the message that it belongs to. A larger one lies in a
 # memory segment beside its message: one copy for all ranks. For a small value the ten system calls

@@ -14,13 +14,10 @@ import contextlib
 import os
 import socket
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from notebook_accel.launch.transport.channel import Channel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _NAME = ".attach"
 # pid, uid and gid, as the system gives them.

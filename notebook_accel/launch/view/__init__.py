@@ -14,12 +14,11 @@ calls go through :class:`GuardedView`, so that an error in a view ends no traini
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
 

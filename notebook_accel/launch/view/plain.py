@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,8 +22,6 @@ from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
 from notebook_accel.system.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from notebook_accel.launch.control.run_state import RankState, RunState
     from notebook_accel.launch.run import Run
 

@@ -7,6 +7,7 @@ draws no bar has a line about the batches and steps of its prepared loaders and 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from notebook_accel.launch.control.curves import NotFinite
     from notebook_accel.launch.control.run_state import BarState, RankState, RunState
 

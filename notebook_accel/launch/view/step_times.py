@@ -6,6 +6,7 @@ equally long. The slow rank is the one that waits least there, or that waits for
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,8 +15,6 @@ import msgspec
 from notebook_accel.launch.text import wording
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from notebook_accel.launch.control.run_state import RunState
 
 _PARTS = ("data", "forward", "backward", "collectives", "optimizer", "rest")

@@ -6,6 +6,7 @@ A table of many ranks is shortened: it has some ranks, failed ranks first, and c
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.curves import main_metric
@@ -23,8 +24,6 @@ from notebook_accel.launch.view.progress import (
 from notebook_accel.launch.view.step_times import step_lines, step_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from notebook_accel.launch.control.run_state import RankState, RunState
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")

@@ -17,17 +17,15 @@ import io
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from notebook_accel import wire
 from notebook_accel.rank import this_rank
 from notebook_accel.system.after_import import change_module
 from notebook_accel.system.token_bucket import TokenBucket
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 # The most bytes of one display: with more a page freezes, and the notebook's file keeps them.
 _MAX_BYTES = 2_000_000

@@ -14,15 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import psutil
 
 from notebook_accel.private import of_python
 from notebook_accel.system import processes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # For everything after the user's threads; the second, of the first, for children to end by SIGTERM.
 _EXIT_SECONDS = 5.0

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import has_process_group
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Of each group so many collectives before and after the first that is not done.
 _NUM_AROUND = 8

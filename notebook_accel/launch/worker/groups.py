@@ -22,13 +22,10 @@ import os
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from notebook_accel.private import of_torch
 from notebook_accel.rank import this_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # For ranks that live on after a failed call. By torch's sources NCCL's watchdog does this once it
 # has found an error of a collective, such as a peer that is gone, or its timeout: it tells other

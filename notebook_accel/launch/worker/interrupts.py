@@ -13,11 +13,10 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from notebook_accel import wire
     from notebook_accel.actions.scoreboard import RankRow
     from notebook_accel.launch.transport.channel import Channel

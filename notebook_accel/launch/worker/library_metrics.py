@@ -16,14 +16,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.rank import this_rank
 from notebook_accel.system.after_import import change_module
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _NEWEST = "newest metrics of libraries"
 # What they write by a SummaryWriter has been reported already, partly under other names.

@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -67,8 +68,6 @@ from notebook_accel.system.memory import free_memory
 from notebook_accel.system.own_files import FULL_DISK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from notebook_accel.launch.setup.steps import Step
     from notebook_accel.launch.transport.channel import Channel
 

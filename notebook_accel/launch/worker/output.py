@@ -10,13 +10,11 @@ import errno
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from notebook_accel.system import processes
 from notebook_accel.system.own_files import FULL_DISK
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # What else a disk says that is no doing of the function's: a limit (ulimit -f), damage, a network
 # file system that is gone.

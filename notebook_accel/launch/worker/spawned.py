@@ -13,15 +13,13 @@ import io
 import traceback
 import types
 from collections import ChainMap
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.pickling import NAMED_TYPES, CallPickler, can_be_pickled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def install() -> None:

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
@@ -37,8 +38,6 @@ from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from notebook_accel import wire
     from notebook_accel.actions.scoreboard import RankRow
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from notebook_accel.private import of_torch
 from notebook_accel.rank import group_store
 from notebook_accel.rank.this_rank import StorePort, current
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
 # What could not be replaced and was not told yet, in words.
 _missing: list[str] = []

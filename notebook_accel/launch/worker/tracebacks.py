@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+from types import FrameType, TracebackType
 
 
 def exit_code(error: SystemExit) -> int:

@@ -17,8 +17,9 @@ import io
 import linecache
 import pdb
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.launch.payload import cells
@@ -26,9 +27,6 @@ from notebook_accel.launch.worker.tracebacks import error_text, users_frames
 from notebook_accel.rank import this_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from types import FrameType
-
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.notebook.worker.shown_value import ShownValue
 

@@ -13,6 +13,7 @@ import functools
 import sys
 import types
 import warnings
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,6 @@ from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.rank import this_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
     from notebook_accel.launch.payload import CellSource
 
 # ---- The IPython shell of a rank: it runs cells as a kernel does, and keeps what they show.

@@ -8,8 +8,10 @@ parallelism than it was saved under.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,9 +60,6 @@ from notebook_accel.training.strategies.deepspeed import deepspeed_files
 from notebook_accel.wire import Saved
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator, Sequence
-
     import torch
     from torch.nn import Module
     from torch.optim import Optimizer

@@ -13,6 +13,7 @@ import contextvars
 import copy
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,6 @@ from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.notices import notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.training.checkpoint.joint_save import JointSave
     from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 

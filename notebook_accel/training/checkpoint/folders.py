@@ -8,8 +8,10 @@ Numbered checkpoints lie side by side::
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +19,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.files.atomic import StagedFolder
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Sequence
-
     from notebook_accel.training.settings.handlers import ProjectConfiguration
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +15,6 @@ from notebook_accel.training.files.weights import numbered
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from torch.nn import Module
 
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer

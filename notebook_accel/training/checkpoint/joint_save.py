@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,6 @@ from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.files.atomic import StagedFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from notebook_accel.training.checkpoint.folders import Numbering
     from notebook_accel.training.processes.topology import Topology
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
@@ -17,10 +18,6 @@ from notebook_accel.training.files.weights import (
     save_object,
 )
 from notebook_accel.training.processes import topology
-
-if TYPE_CHECKING:
-    import os
-    from pathlib import Path
 
 _log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ publishes and then looks for the note. So one of the two removes the empty file.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,6 @@ from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from notebook_accel.training.checkpoint.folders import Numbering
     from notebook_accel.training.processes.topology import Topology
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 import zipfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -19,10 +21,6 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint.folders import NUMBERED, entries, holds_state, is_ours
 from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.state_files import explain, read_state
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 # In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
 # them the seconds since 1970, which prepared loader they speak of, and the steps of each optimizer.

@@ -13,7 +13,9 @@ these from there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import NotebookAccelError
@@ -35,9 +37,6 @@ from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from notebook_accel.training.preparing.prepare import Preparation
 
 # Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.

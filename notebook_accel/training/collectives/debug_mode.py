@@ -9,7 +9,8 @@ which costs an additional collective.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,6 @@ from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import leaves_with_paths
 from notebook_accel.training.settings import environment
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Where a rank keeps whether its code asked for debug mode.
 ASKED = "debug mode"

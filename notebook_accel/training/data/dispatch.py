@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,8 +37,6 @@ from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.stepping.active_loaders import Position

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,6 @@ from notebook_accel.training.processes.seeding import new_generator
 from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.distributed.device_mesh import DeviceMesh
 
 

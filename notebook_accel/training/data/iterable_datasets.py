@@ -16,7 +16,8 @@ run in a worker process, which sends nothing but samples. So the counts travel w
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
@@ -28,9 +29,6 @@ from notebook_accel.training.data.samplers import (
     share_of,
 )
 from notebook_accel.training.stepping.active_loaders import ShortRound
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 
 class _ShortRoundSample(NamedTuple):

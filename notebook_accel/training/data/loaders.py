@@ -30,6 +30,7 @@ of the training: the batch that was read ahead draws other numbers when it is re
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -68,8 +69,6 @@ from notebook_accel.training.stepping.active_loaders import (
 from notebook_accel.training.stepping.step_timer import step_timer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.stepping.accumulation import Accumulation

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +25,6 @@ from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
     from notebook_accel.training.collectives.data_group import DataGroup
 
 _NUM_BATCHES = 100

@@ -26,16 +26,13 @@ import re
 import shutil
 import uuid
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from notebook_accel.errors import NotebookAccelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 _PARTIAL = ".partial"
 _UPDATE = ".notebook_accel_update"

@@ -15,15 +15,13 @@ memory holds only one of them at a time beside the training's own state.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from notebook_accel.training.files.atomic import naming_full_disk
 from notebook_accel.training.files.state_files import write_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
 
 @dataclass

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,6 @@ from notebook_accel.training.files.pieces import Piece, state_file
 from notebook_accel.training.files.state_files import explain, read_pickle, read_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

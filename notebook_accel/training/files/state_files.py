@@ -22,19 +22,17 @@ import pickle
 import sys
 import types
 import uuid
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 # Pickles of protocol 2, which torch writes, have Python 2's names.
 _MODULES_OF_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}

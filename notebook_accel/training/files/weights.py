@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ from notebook_accel.training.files.state_files import explain, read_state, write
 from notebook_accel.training.processes import topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from torch.nn import Module
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,6 @@ from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.nested import convert_to_fp32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
     from torch.nn import Module
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,8 +23,6 @@ from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import KwargsHandler, TextEnum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.nn import Module
 
 

@@ -11,13 +11,11 @@ cannot be sent as it is, so a copy on torch's meta device is made before shardin
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def copy_on_meta(model: Module) -> Module | None:

@@ -6,6 +6,7 @@ passes them to ``prepare``, which returns the ones that DeepSpeed made from its 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,8 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.optim import Optimizer
 
 

@@ -7,6 +7,7 @@ So conversion keeps a model's weights and their names, and an optimizer that hol
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from notebook_accel.training.settings.environment import is_installed, parse_fla
 from notebook_accel.training.settings.handlers import KwargsHandler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     from torch.nn import Module
 
 __all__ = [

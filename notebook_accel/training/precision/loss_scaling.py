@@ -7,6 +7,7 @@ gradients overflow is skipped.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,8 +15,6 @@ import torch
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
     from torch.optim import Optimizer
 
 

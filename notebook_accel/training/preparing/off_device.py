@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,6 @@ from notebook_accel.training.processes.devices import device_module
 from notebook_accel.training.strategies.dtensors import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch.nn import Module
 
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer

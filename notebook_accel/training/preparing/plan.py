@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,6 @@ from notebook_accel.training.strategies import (
 )
 
 if TYPE_CHECKING:
-    import os
-
     import torch
 
     from notebook_accel.training.models.compiling import TorchDynamoPlugin

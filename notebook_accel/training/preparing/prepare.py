@@ -12,7 +12,8 @@ The way of a model; an optimizer goes alike::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,9 +45,6 @@ from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
     from torch.utils.hooks import RemovableHandle
 
     from notebook_accel.training.preparing.plan import Plan

@@ -12,7 +12,9 @@ notebook puts them together.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +28,6 @@ from notebook_accel.training.models.meta_copy import fill
 from notebook_accel.training.settings.notices import notice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from torch.nn import Module
 
     from notebook_accel.training.models import PreparedModel

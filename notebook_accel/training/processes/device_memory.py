@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from notebook_accel.training.collectives.nested import num_bytes
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

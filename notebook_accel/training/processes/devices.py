@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +28,6 @@ from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.training.collectives.exchange import Exchange
 
 _PCI = Path("/sys/bus/pci/devices")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import MutableMapping
+from typing import Any
 
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings import environment
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]

@@ -7,15 +7,13 @@ device, in a dictionary under Accelerate's names for them.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from notebook_accel.training.processes import devices
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _NUMPY_WORDS = 624  # of the state of its Mersenne twister
 

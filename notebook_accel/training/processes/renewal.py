@@ -12,6 +12,7 @@ prepared in earlier cells must still train::
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.rank.this_rank import current
@@ -19,8 +20,6 @@ from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.processes.topology import establish, is_established
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.nn import Module
 
 _WRAPPED = "models that are wrapped in the process group"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +13,6 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import broadcast, num_ranks, this_rank
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.topology import is_established, topology
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def new_generator(seed: int) -> torch.Generator:

@@ -7,6 +7,7 @@ from environment variables. If there are several ranks and no process group yet,
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,6 @@ from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 _KEY = "topology"

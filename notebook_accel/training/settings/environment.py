@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import parse_flag
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 

@@ -6,7 +6,9 @@ The settings are small dataclasses that check their values; most go into ``kwarg
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,9 +16,6 @@ from notebook_accel.config.checks import as_index
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import timedelta
-
     from torch.nn.parallel import DistributedDataParallel
     from torch.profiler import profile as Profiler  # noqa: N812
 

@@ -7,6 +7,7 @@ for pipeline parallelism (``pp_*``, ``num_microbatches``) and ``tp_plan`` for te
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from notebook_accel.training.settings.handlers import as_steps
 from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin

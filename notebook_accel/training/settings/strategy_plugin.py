@@ -10,13 +10,11 @@ A strategy's plugin derives from :class:`StrategyPlugin`. The table ``PLUGIN_ARG
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class StrategyPlugin:

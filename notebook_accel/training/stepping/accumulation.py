@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,6 @@ from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.active_loaders import Position, active_loaders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
     GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
     Models = torch.nn.Module | Sequence[torch.nn.Module]
 

@@ -13,14 +13,13 @@ or is garbage collected.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.rank.this_rank import RankContext, current
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
 

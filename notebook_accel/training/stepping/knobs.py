@@ -6,7 +6,8 @@ Outside of a launch a knob is its default.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,9 +15,6 @@ from notebook_accel import wire
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.knob_limits import checked
 from notebook_accel.rank.this_rank import current
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Knob:

@@ -19,6 +19,7 @@ clears the gradients
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ from notebook_accel.training.stepping.gradient_state import GradientState
 from notebook_accel.training.stepping.step_timer import REST, step_timer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from torch.optim import Optimizer
 
     from notebook_accel.rank.this_rank import DeviceMemory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -12,8 +13,6 @@ from notebook_accel.training.stepping.accumulation import current_accumulation
 from notebook_accel.training.stepping.gradient_state import GradientState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.optim.lr_scheduler import LRScheduler
 
     from notebook_accel.training.stepping.accumulation import Accumulation

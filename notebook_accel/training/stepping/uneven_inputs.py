@@ -7,17 +7,15 @@ A model whose weights are sharded over the ranks does not: the other ranks would
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.algorithms.join import Join
 
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import inner_optimizer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 @contextmanager

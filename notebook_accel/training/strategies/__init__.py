@@ -13,6 +13,7 @@ of that table.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.errors import ConfigError
@@ -23,8 +24,6 @@ from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSp
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torch.nn import Module
 
     from notebook_accel.training.settings.strategy_plugin import StrategyPlugin

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,8 +18,6 @@ from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle

@@ -7,6 +7,7 @@ tensors: other functions join shards to full tensors, and shard full tensors on 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,6 @@ from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.precision.loss_scaling import LossScaling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.strategy_request import call_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

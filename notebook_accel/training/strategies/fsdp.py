@@ -9,6 +9,7 @@ together.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ from notebook_accel.training.models import ReplacedForward
 from notebook_accel.training.strategies.dtensors import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module, Parameter
 

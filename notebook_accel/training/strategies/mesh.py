@@ -14,6 +14,8 @@ sharded and divided over the mesh.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +34,6 @@ from notebook_accel.training.strategies import dtensors, parallelize
 from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer

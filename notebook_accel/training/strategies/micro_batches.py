@@ -17,8 +17,9 @@ their gradients, and ``add_up_gradients`` sums the parts before the step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,6 @@ from notebook_accel.training.collectives.nested import find_batch_size, leaves, 
 from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.strategy_request import call_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 # The class of a schedule, and how many stages each rank has.
 SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {

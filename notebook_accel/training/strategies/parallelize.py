@@ -27,6 +27,7 @@ The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,6 @@ from notebook_accel.training.strategies import dtensors, fsdp, tensor
 from notebook_accel.training.strategies.spread_models import has_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 

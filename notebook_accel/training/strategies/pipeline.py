@@ -16,6 +16,7 @@ weights, optimizer states and gradient norms from all stages for the rest of ``t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,6 @@ from notebook_accel.training.strategies.micro_batches import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

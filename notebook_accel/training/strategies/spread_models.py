@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,6 @@ from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,6 @@ from notebook_accel.training.strategies.micro_batches import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.settings.parallelism import ParallelismConfig

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.models.compiling import TorchDynamoPlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
     from torch.nn import Module
     from torch.optim import Optimizer

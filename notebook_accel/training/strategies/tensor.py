@@ -7,6 +7,7 @@ A plan says for each layer how it is divided: by a style's name in Transformers 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,8 +24,6 @@ from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.strategies.spread_models import has_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 

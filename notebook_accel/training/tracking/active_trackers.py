@@ -5,6 +5,8 @@ A tracker sends the metrics of a training to a tool that stores them, such as Te
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,6 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.tracking.tracker import GeneralTracker, numbers_of
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping, Sequence
-
     from notebook_accel.training.settings.handlers import ProjectConfiguration
 
 

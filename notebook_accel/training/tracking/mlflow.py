@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.text_values import parse_flag
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.tracking.tracker import LibraryTracker, numbers_of, on_main_process
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # What a server takes at most: characters of a parameter, parameters in one request
 # (mlflow.utils.validation.MAX_PARAM_VAL_LENGTH and MAX_PARAMS_TAGS_PER_BATCH).

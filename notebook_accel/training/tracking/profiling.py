@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import profiler
 
     from notebook_accel.training.settings.handlers import ProfileKwargs

@@ -6,15 +6,13 @@ bar.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from tqdm import auto
 
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import topology
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _Item = TypeVar("_Item")
 

@@ -6,8 +6,9 @@ to the table here. ``LoggerType`` and the module ``notebook_accel.tracking`` fol
 
 from __future__ import annotations
 
+import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings.handlers import TextEnum
@@ -15,9 +16,6 @@ from notebook_accel.training.tracking.mlflow import MLflowTracker
 from notebook_accel.training.tracking.tensorboard import TensorBoardTracker
 from notebook_accel.training.tracking.tracker import GeneralTracker, LibraryTracker
 from notebook_accel.training.tracking.wandb import WandBTracker
-
-if TYPE_CHECKING:
-    import os
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

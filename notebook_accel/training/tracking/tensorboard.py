@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -16,10 +18,6 @@ from notebook_accel.training.tracking.tracker import (
     on_main_process,
     with_numbers,
 )
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
 
 _PLAIN = (bool, int, float, str)
 

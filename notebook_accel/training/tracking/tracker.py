@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import numbers
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -19,9 +20,6 @@ import torch
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,6 @@ from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.xla import xla_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch.nn import Module
     from torch.optim import Optimizer
 

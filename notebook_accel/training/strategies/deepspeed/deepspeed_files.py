@@ -12,7 +12,8 @@ DeepSpeed unpickles its files, which can run any code. So the files are checked 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,9 +21,6 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.files.pieces import Piece
 from notebook_accel.training.files.state_files import explain, is_safe_name
 from notebook_accel.training.settings.environment import is_installed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FOLDER = "pytorch_model"
 # Plain records of DeepSpeed: they run nothing of their own as they are made.

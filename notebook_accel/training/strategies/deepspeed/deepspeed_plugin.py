@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,6 @@ from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from torch.nn import Module
 
     from notebook_accel.config.setting import Setting

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,10 +39,6 @@ from notebook_accel.training.strategies.deepspeed.zero_engine import (
 from notebook_accel.training.strategies.strategy_request import PrepareCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-    from types import ModuleType
-
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler

@@ -13,6 +13,7 @@ loop do this::
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import REST, step_timer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import torch
     from torch.nn import Module
     from torch.optim import Optimizer
