@@ -111,6 +111,10 @@ def _text_of(config: LaunchConfig) -> str:
     return saved[1]
 
 
+# What this process holds.
+_held_here: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionary()
+
+
 class RunFolder:
     """The folder of one run.
 
@@ -136,6 +140,7 @@ class RunFolder:
         folder = cls(root / (run_id or new_run_id()))
         folder.create()
         weakref.finalize(folder, _let_go, folder.path / _LIVE, os.getpid())
+        _held_here[folder.path] = folder
         if remove_old:
             folder.remove_old()
         return folder
@@ -168,6 +173,9 @@ class RunFolder:
     @property
     def is_held(self) -> bool:
         """Whether a live kernel still uses the run, so that the folder must not be removed."""
+        # A sweep of 1,000 trials holds as many, and each launch asks for all of them.
+        if self.path in _held_here:
+            return True
         try:
             with open(self.path / _LIVE, errors="replace", opener=own_file) as file:
                 name = file.read()

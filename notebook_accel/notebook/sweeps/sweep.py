@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 # Between two looks at the trials, and two drawings of the table.
 _LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.002
 _DRAW_SECONDS = 0.5
 _GO_ON_SECONDS = 30.0
 # Arguments of the launcher that make no sense for a trial.
@@ -260,8 +261,8 @@ class Sweep:
                 self._start_trials()
                 if not (self._running or self._paused or self._arguments.has_more):
                     break
+                self._wait_for_an_end()
                 self._look()
-                time.sleep(_LOOK_SECONDS)
         except BaseException as error:  # a launch that failed; raised by whoever waits
             self._error = error
             for trial in [*self._running, *self._paused]:
@@ -272,14 +273,20 @@ class Sweep:
             for trial in self._running:
                 trial.end()
             while self._running:
+                self._wait_for_an_end()
                 self._look()
-                time.sleep(_LOOK_SECONDS)
             if self._error is None and self._is_fruitless() and not self._stop_asked.is_set():
                 self._error = self._never_logged()
             self._draw(is_last=True)
         finally:
             self._folder.let_go()
             self._ended.set()
+
+    def _wait_for_an_end(self) -> None:
+        """Wait until a trial has ended, or the next look is due."""
+        due = time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < due and not any(trial.has_ended for trial in self._running):
+            time.sleep(_POLL_SECONDS)
 
     def _start_trials(self) -> None:
         while len(self._running) < self._leases.at_a_time and not self._stop_asked.is_set():
