@@ -10,7 +10,6 @@ at the end of the run the summary replaces it in that slot.
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 import threading
@@ -29,7 +28,7 @@ from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.markup import copyable, element, style_element
+from notebook_accel.render.markup import copyable, element, file_link, style_element
 from notebook_accel.render.panel import (
     Details,
     fold_of_stacks,
@@ -202,7 +201,7 @@ class LivePanel:
         buttons[1:1] = self._controls.buttons
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        self._metrics = MetricsView(clicks, widgets)
+        self._metrics = MetricsView(clicks, widgets, call_of(run).metrics.read)
         self._log = LogView(run.state, clicks, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
         gone = element(
@@ -342,13 +341,8 @@ class LivePanel:
             data, is_whole = data[-_MAX_LINK_BYTES:].partition(b"\n")[2], False
         part = _size(len(data)) if is_whole else f"last {_size(len(data))} of {_size(size)}"
         name = f"{self._run.id}-{who.replace(' ', '-')}.txt"
-        return element(
-            "a",
-            f"{who}, {part}",
-            title=None if is_whole else f"All of it is in {self._run.log_dir}",
-            download=name,
-            href=f"data:text/plain;charset=utf-8;base64,{base64.b64encode(data).decode()}",
-        )
+        about = None if is_whole else f"All of it is in {self._run.log_dir}"
+        return file_link(f"{who}, {part}", name, data, "text/plain", title=about)
 
 
 def _alike(stacks: str) -> list[tuple[str, str]]:

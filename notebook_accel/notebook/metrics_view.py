@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accel.launch.control.curves import Curve
+from notebook_accel.launch.control.plotting import number_steps
 from notebook_accel.launch.view.progress import name_of
+from notebook_accel.notebook.display_slot import start_thread
 from notebook_accel.render.charts import PAGE_SIZE, render_charts
+from notebook_accel.render.markup import file_link
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from notebook_accel.launch.control.curves import LiveCurves
+    from notebook_accel.launch.control.plotting import Point
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.widgets import PanelWidgets
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0
+# Between two readings of a range of steps that still grows.
+_READ_SECONDS = 5.0
+_ZOOM_TOOLTIP = (
+    "Show these steps only, such as 100 to 500. Two clicks in a chart choose them, and a double "
+    "click shows all again"
+)
+_CSV_TOOLTIP = "Give a link that saves the values of these charts as a table"
 _SMOOTHING = (
     ("as logged", 0.0),
     ("smooth 0.6", 0.6),
@@ -28,8 +46,20 @@ _SMOOTHING = (
 class MetricsView:
     """The part of a live panel that shows the charts of the metrics, one page of them at a time."""
 
-    def __init__(self, clicks: ClicksAfterTheCell, widgets: PanelWidgets) -> None:
+    def __init__(
+        self,
+        clicks: ClicksAfterTheCell,
+        widgets: PanelWidgets,
+        read_rows: Callable[[], Sequence[Mapping[str, Any]]] = list,
+    ) -> None:
         self._page = 0
+        self._read_rows = read_rows
+        # Of the steps that were read last: all of their values, which curves of a run have not.
+        self._steps_read: tuple[float, float] | None = None
+        self._detail: dict[str, list[Point]] = {}
+        self._may_grow = False
+        self._num_read, self._read_at = 0, 0.0
+        self._is_csv_asked = False
         self._drawn: tuple[Any, ...] = ()
         self._drawn_at = 0.0
         self._groups: dict[str, list[str]] = {}
@@ -49,6 +79,19 @@ class MetricsView:
             )
         ]
         self._group, self._scale, self._smoothing = choices
+        self._steps = widgets.make(
+            ipywidgets.Text,
+            placeholder="all steps",
+            description="Steps",
+            tooltip=_ZOOM_TOOLTIP,
+            continuous_update=False,
+            classes="na-search na-range",
+        )
+        self._link = widgets.make(ipywidgets.HTML, classes="na-csv")
+        self._csv = widgets.make(
+            ipywidgets.Button, description="CSV", tooltip=_CSV_TOOLTIP, classes="na-small-button"
+        )
+        self._csv.on_click(self._on_csv)
         self._before, self._after = (
             widgets.make(
                 ipywidgets.Button, description=name, tooltip=about, classes="na-small-button"
@@ -60,22 +103,30 @@ class MetricsView:
         self._group.observe(lambda _: self._turn(-self._page), names="value")
         buttons = [self._before, self._after]
         self._pager = widgets.make(ipywidgets.HBox, buttons, classes="na-pager")
-        parts = [self._title, *choices, self._pager]
+        parts = [self._title, *choices, self._steps, self._link, self._csv, self._pager]
         bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar")
         self._charts = widgets.make(ipywidgets.HTML)
         content = [bar, self._charts]
         self.box = widgets.make(ipywidgets.VBox, content, classes="na-metrics na-hidden")
-        for widget in (*choices, *buttons):
+        for widget in (*choices, self._steps, self._csv, *buttons):
             clicks.let_through(widget)
 
     def draw(self, curves: LiveCurves, *, now: float) -> None:
         """Draw at once after a click, else at most once a second; ``now`` is monotonic."""
         is_log, smoothing = self._scale.value, self._smoothing.value
-        chosen = (self._group.value, self._page, is_log, smoothing)
+        steps = _steps_in(self._steps.value)
+        may_grow = self._may_grow and now >= self._read_at + _READ_SECONDS
+        if steps is not None and (steps != self._steps_read or may_grow):
+            self._read_at, self._may_grow = now, False
+            self._detail = self._detail if steps == self._steps_read else {}
+            self._steps_read = steps
+            start_thread(partial(self._read, *steps), name="notebook-accel-zoom")
+        chosen = (self._group.value, self._page, is_log, smoothing, steps, self._num_read)
         key = (*chosen, curves.version)
-        if key == self._drawn:
+        if key == self._drawn and not self._is_csv_asked:
             return
-        if self._drawn[:-1] == chosen and now < self._drawn_at + _DRAW_SECONDS:
+        is_calm = self._drawn[:-1] == chosen and not self._is_csv_asked
+        if is_calm and now < self._drawn_at + _DRAW_SECONDS:
             return
         names = curves.names
         if not names:
@@ -100,10 +151,43 @@ class MetricsView:
         charts = {name: next(iter(curves.of(name).values())) for name in page}
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else 0
-        markup = render_charts(charts, is_log=is_log, smoothing=smoothing, num_places=num_places)
+        points = {name: self._points(name, curve, steps) for name, curve in charts.items()}
+        markup = render_charts(
+            charts, is_log=is_log, smoothing=smoothing, num_places=num_places, points=points
+        )
         self._charts.value = str(markup)
+        if self._is_csv_asked:
+            self._is_csv_asked = False
+            self._link.value = str(_csv_link(points))
         # All at once: the choices alone would come before the charts.
         self.box.remove_class("na-hidden")
+
+    def _points(
+        self, name: str, curve: Curve, steps: tuple[float, float] | None
+    ) -> Sequence[Point]:
+        if steps is None:
+            return curve.points()
+        return self._detail.get(name) or [
+            point for point in curve.points() if steps[0] <= point[0] <= steps[1]
+        ]
+
+    def _read(self, low: float, high: float) -> None:
+        """Read the values of a range of steps, in a thread: it may take seconds."""
+        try:
+            rows = number_steps(self._read_rows())
+        except OSError:  # too large, or gone: what the curves of the run have is drawn
+            return
+        found: dict[tuple[str, int], Curve] = {}
+        for row in rows:
+            if low <= row["step"] <= high:
+                curve = found.setdefault((row["name"], row["rank"]), Curve())
+                curve.add(row["step"], row["value"])
+        if self._steps_read == (low, high):
+            # Of the lowest rank, as those of the run.
+            ranks = sorted(found, reverse=True)
+            self._detail = {key[0]: found[key].points() for key in ranks}
+            self._may_grow = bool(rows) and rows[-1]["step"] <= high
+            self._num_read += 1
 
     def _offer(self, names: list[str]) -> None:
         self._groups = groups_of(names)
@@ -119,8 +203,24 @@ class MetricsView:
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
 
+    def _on_csv(self, _button: Any) -> None:
+        self._is_csv_asked = True
+
     def _turn(self, step: int) -> None:
         self._page = max(0, self._page + step)
+
+
+def _steps_in(text: str) -> tuple[float, float] | None:
+    """Return the two steps that a person typed or clicked; None for all, or what is no range."""
+    numbers = [float(found) for found in re.findall(r"(?<!\d)-?\d+", text.replace(",", ""))]
+    return (min(numbers), max(numbers)) if len(numbers) == 2 else None
+
+
+def _csv_link(points: Mapping[str, Sequence[Point]]) -> Markup:
+    table = io.StringIO()
+    rows = ((name, f"{x:.0f}", y) for name, found in points.items() for x, y in found)
+    csv.writer(table).writerows([("metric", "step", "value"), *rows])
+    return file_link("metrics.csv", "metrics.csv", table.getvalue().encode(), "text/csv")
 
 
 def groups_of(names: Sequence[str]) -> dict[str, list[str]]:

@@ -53,6 +53,19 @@ _STRIPES = 20
 # Of several runs together: curves, points of all, and the places that name one on hover.
 _MAX_TOGETHER, _MAX_POINTS_TOGETHER = 200, 900
 _GRID = 14, 5
+# Two clicks in a chart write a range of steps into the field above the charts, a double click none.
+# The first is noted in that field, since the charts are drawn anew meanwhile. Nothing depends on
+# it: a range can be typed.
+_ZOOM = (
+    "const s=event.target.closest('[data-steps]'),"
+    "f=this.closest('.na-panel').querySelector('.na-range input');"
+    "if(event.button||!s||!f)return;"
+    "const b=s.getBoundingClientRect(),[a,z]=s.dataset.steps.split(' ').map(Number),"
+    "x=Math.round(a+(z-a)*(event.clientX-b.left)/b.width),m=f.value.match(/^(-?\\d+) to$/);"
+    "f.value=!m?x+' to':Math.abs(m[1]-x)<(z-a)/100?'':"
+    "Math.min(m[1],x)+' to '+Math.max(m[1],x);"
+    "if(m)f.dispatchEvent(new Event('change',{bubbles:true}))"
+)
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # Pixels of a saved chart: its height, and the height of the box in that.
 _SAVED_HEIGHT, _BOX = 112, 98
@@ -234,7 +247,11 @@ def saved_chart(
         _image(labels, alt="", width=drawn.left, style=f"width:{drawn.left}px"),
         _image([*grid, box, *steps], alt=alt, width=_WIDTH, style=rest),
     ]
-    return element("div", *images, style="white-space:nowrap;line-height:0")
+    # Over the image: what lies inside of one hears no mouse.
+    hover = (element("span", title=text, style="flex:1") for text in _texts(points, drawn))
+    place = f"position:absolute;top:0;left:{drawn.left}px;right:0;height:{_BOX}px"
+    over = element("div", *hover, style=f"display:flex;{place}")
+    return element("div", *images, over, style="position:relative;white-space:nowrap;line-height:0")
 
 
 def _image(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Markup:
@@ -271,26 +288,38 @@ def render_charts(
     is_log: bool = False,
     smoothing: float = 0.0,
     num_places: int = 0,
+    points: Mapping[str, Sequence[Point]] | None = None,
 ) -> Markup:
     """Return the live panel's charts as HTML; log scale for curves above zero alone.
 
     Args:
-        smoothing: weight of the exponential moving mean, from 0 to below 1.
+        smoothing: weight of the exponential moving mean, from 0 to below 1, which is drawn before
+            the pale values themselves.
         num_places: the least number of places, so that all pages are equally high.
+        points: those to draw of each curve; None for all.
     """
-    limit = min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, len(shown)))
+    points = {name: curve.points() for name, curve in shown.items()} if points is None else points
+    num_lines = len(shown) * (2 if smoothing else 1)
+    limit = min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, num_lines))
     num_stripes = min(_STRIPES, _MAX_STRIPES // max(1, len(shown)))
     cards = [
-        _card(name, curve, _smoothed(curve.points(), smoothing), is_log, limit, num_stripes)
+        _card(name, curve, points[name], smoothing, is_log, limit, num_stripes)
         for name, curve in shown.items()
     ]
     cards += [element("div", class_="na-chart")] * (num_places - len(cards))
     columns = {1: 2, 5: 3, 6: 3}.get(len(cards), len(cards))
-    return element("div", *cards, class_="na-charts", style=f"--columns:{columns}")
+    style = f"--columns:{columns}"
+    return element("div", *cards, class_="na-charts", style=style, onmousedown=_ZOOM)
 
 
 def _card(
-    name: str, curve: Curve, points: Sequence[Point], is_log: bool, limit: int, num_stripes: int
+    name: str,
+    curve: Curve,
+    points: Sequence[Point],
+    smoothing: float,
+    is_log: bool,
+    limit: int,
+    num_stripes: int,
 ) -> Markup:
     can_be_log = all(y > 0 for _, y in points if math.isfinite(y))
     said = not_finite_note(curve.not_finite)
@@ -311,9 +340,13 @@ def _card(
     if len(points) < 2:
         # One value is no curve, and its number says it all.
         return element("div", head, note, class_="na-chart")
-    drawn = _draw(points, limit, is_log=is_log and can_be_log)
-    hover = [*_stripes(points, drawn, num_stripes), *_marks(curve, drawn)]
-    plot = _plot(drawn, element("div", *hover, class_="na-stripes"), note)
+    line, raw = (_smoothed(points, smoothing), [points]) if smoothing else (points, [])
+    drawn = _draw(line, limit, is_log=is_log and can_be_log, others=raw)
+    # Invisible, of the page's own: the browser's ``title`` vanishes at each drawing.
+    hover = [element("i", element("span", text)) for text in _texts(line, drawn, num_stripes)]
+    hover += _marks(curve, drawn)
+    steps = f"{drawn.first:.0f} {drawn.last:.0f}"
+    plot = _plot(drawn, element("div", *hover, class_="na-stripes", data_steps=steps), note)
     return element("div", head, plot, class_="na-chart")
 
 
@@ -400,21 +433,22 @@ def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
     return result
 
 
-def _stripes(points: Sequence[Point], drawn: _Drawn, number: int) -> list[Markup]:
-    """Return invisible stripes that show a value on hover: a ``title`` vanishes at each drawing."""
-    stripes = []
+def _texts(points: Sequence[Point], drawn: _Drawn, number: int = _STRIPES) -> list[str]:
+    """Return step and value as a text for each of ``number`` equal parts of a chart's width."""
+    texts = []
     for index in range(number):
         middle = drawn.first + (drawn.last - drawn.first) * (index + 0.5) / number
         step, value = _nearest(points, middle)
-        text = f"step {wording.count(round(step))}: {wording.number(value)}"
-        stripes.append(element("i", element("span", text)))
-    return stripes
+        texts.append(f"step {wording.count(round(step))}: {wording.number(value)}")
+    return texts
 
 
 def _marks(curve: Curve, drawn: _Drawn) -> list[Markup]:
     """Return a line for each change of a knob, which says what it was on hover."""
     marks = []
     for step, name, value in curve.marks:
+        if not drawn.first <= step <= drawn.last:
+            continue
         text = f"step {wording.count(round(step))}: {shorten(name, 40)} = {wording.number(value)}"
         left = f"left:{_share(step, drawn.first, drawn.last):.1%}"
         marks.append(element("u", element("span", text), style=left))

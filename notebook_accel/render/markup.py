@@ -7,6 +7,7 @@ escape them.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -74,6 +75,12 @@ def copy_button(code: str, style: str) -> Markup:
     return element(
         "input", type="button", value="Copy", onclick=_COPY_CODE, data_code=code, style=style
     )
+
+
+def file_link(text: str, name: str, data: bytes, kind: str, **attributes: str | None) -> Markup:
+    """Return a link that saves ``data`` as a file; ``kind`` is its media type."""
+    href = f"data:{kind};charset=utf-8;base64,{base64.b64encode(data).decode()}"
+    return element("a", text, download=name, href=href, **attributes)
 
 
 def shorten(text: str, max_bytes: int) -> str:

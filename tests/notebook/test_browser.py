@@ -373,6 +373,13 @@ def test_a_run_that_ends_while_its_page_is_closed_and_what_is_seen_without_its_k
     elsewhere.page.close()
 
 
+# What a person reads who holds the mouse still over the middle of a chart.
+BELOW_POINTER = """image => {
+    const {x, y, width} = image.getBoundingClientRect();
+    return document.elementFromPoint(x + width / 2, y + 40).title;
+}"""
+
+
 def check_summary(output: Locator, name: str) -> None:
     """Check what a page shows of a run of ``log`` that has ended."""
     output.get_by_text("✓ succeeded").first.wait_for(timeout=30_000)
@@ -381,6 +388,8 @@ def check_summary(output: Locator, name: str) -> None:
     image = output.locator("img[alt^='loss']")
     is_drawn = "image => image.complete && image.naturalWidth > 0"
     output.page.wait_for_function(is_drawn, arg=image.element_handle(), timeout=30_000)
+    image.scroll_into_view_if_needed()
+    assert re.match(r"step \d+: \d", image.evaluate(BELOW_POINTER))
     output.get_by_text("a line of rank 0").wait_for(timeout=30_000)
 
 

@@ -105,7 +105,7 @@ def test_what_github_keeps_of_a_summary_says_it_all() -> None:
     kept = sanitiser.preprocess(notebook, {})[0].cells[0].outputs[0].data["text/html"]
     page = Tags(kept)
     assert sorted(page.tags) == sorted(Tags(snapshot.html).tags)
-    assert {name for name, _ in page.attributes} <= {"alt", "height", "width"}
+    assert {name for name, _ in page.attributes} <= {"alt", "height", "title", "width"}
     for words in (
         "✗ failed",
         "epochs: 1/3",

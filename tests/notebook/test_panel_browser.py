@@ -171,6 +171,24 @@ def choose(output: Locator, label: str, option: str) -> None:
     output.get_by_label(label).select_option(label=option)
 
 
+def zoom_by_two_clicks(output: Locator) -> None:
+    """From a third of the first chart's width to two thirds, while the panel is drawn anew."""
+    stripes, steps = output.locator("[data-steps]").first, output.get_by_label("Steps")
+    room = stripes.bounding_box()
+    assert room is not None
+    place = {"x": room["width"] / 3, "y": 20}
+    stripes.click(position=place)
+    expect(steps).to_have_value(re.compile(r"^\d+ to$"))
+    before = output.page.evaluate(f"() => {CLOCK}")
+    output.page.wait_for_function(f"(before) => {CLOCK} !== before", arg=before, timeout=30_000)
+    stripes.click(position={**place, "x": 2 * place["x"]})
+    expect(steps).to_have_value(re.compile(r"^\d+ to \d+$"))
+    low, high = steps.input_value().split(" to ")
+    assert 1 < int(low) < int(high)
+    words = re.compile(rf"^{low}step {high}$")
+    expect(output.locator(".na-chart-steps").first).to_have_text(words, timeout=30_000)
+
+
 def heights_of_run(notebook: Notebook) -> list[int]:
     """The heights that the output of the run had, one after the other."""
     return [height for height, _ in groupby(notebook.page.evaluate("() => window.heights"))]
@@ -309,6 +327,24 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     # Halfway down the steps one over the step is nearly zero, but not its logarithm.
     page.wait_for_function(MIDDLE_IS_HIGH, timeout=30_000)
     choose(output, "Smoothing", "smooth 0.9")
+    # The values themselves are pale behind it.
+    expect(charts.locator(".na-chart").first.locator("path")).to_have_count(2)
+    choose(output, "Smoothing", "as logged")
+    zoom_by_two_clicks(output)
+    output.get_by_role("button", name="CSV").click()
+    link = output.locator(".na-csv a[download]")
+    link.wait_for(timeout=30_000)
+    with page.expect_download() as download:
+        link.click()
+    low, high = map(int, output.get_by_label("Steps").input_value().split(" to "))
+    found = [line.split(",") for line in Path(download.value.path()).read_text().splitlines()]
+    assert found[0] == ["metric", "step", "value"]
+    losses = [(int(step), float(value)) for name, step, value in found[1:] if name == "loss"]
+    assert losses == [(step, 1 / step) for step in range(low, high + 1)]
+    # A double click shows all steps again.
+    charts.locator("[data-steps]").first.dblclick()
+    expect(output.get_by_label("Steps")).to_have_value("")
+    expect(charts.locator(".na-chart-steps").first).to_contain_text(re.compile("^1step"))
 
     # Where the ranks stand, and where their output is.
     output.get_by_role("button", name="Stacks").click()

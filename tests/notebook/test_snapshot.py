@@ -36,7 +36,7 @@ KEPT_TAGS = {
     "thead",
     "tr",
 }
-KEPT_ATTRIBUTES = {"alt", "class", "height", "src", "style", "width"}
+KEPT_ATTRIBUTES = {"alt", "class", "height", "src", "style", "title", "width"}
 LOST_STYLES = ("var(", "currentColor", "font-variant-numeric", "color-scheme", "stroke", "url(")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves
+from notebook_accel.notebook import metrics_view
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
@@ -50,12 +51,16 @@ def labels(image: ET.Element) -> list[str | None]:
 def test_a_chart_is_an_image_with_labels() -> None:
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
     markup = saved_chart(curve, alt="loss: 1 → 0.02")
-    assert Tags(markup).tags == ["div", "img", "img"]
+    assert Tags(markup).tags == ["div", "img", "img", "div"] + ["span"] * 20
     alts = [value for name, value in Tags(markup).attributes if name == "alt"]
     assert alts == ["", "loss: 1 → 0.02"], "the labels say nothing to those who cannot see them"
     image = image_of(markup)
     assert len(tags(image, "path")) == 1
     assert labels(image) == ["1", "0.02", "0", "step 49"]
+    # Below the pointer, which what is inside of an image does not hear.
+    titles = [value for name, value in Tags(markup).attributes if name == "title"]
+    assert len(titles) == 20
+    assert titles[0] == "step 1: 0.5"
 
 
 @pytest.mark.parametrize("most", [1e9, 1.7e308, 5e-324])
@@ -159,6 +164,42 @@ def test_a_line_with_values_to_hover_over() -> None:
     assert ("aria-label", "from 0.00253 to 1") in page.attributes
 
 
+def test_the_values_themselves_are_pale_behind_a_smooth_line() -> None:
+    noisy = curve_of((float(step), step % 2) for step in range(100))
+    (only,) = heights(render_charts({"loss": noisy}))
+    raw, smooth = heights(render_charts({"loss": noisy}, smoothing=0.97))
+    assert raw == only
+    assert max(smooth[9:]) - min(smooth[9:]) < (max(raw) - min(raw)) / 3
+    colours = re.findall(r"<path.*? stroke='(#\w+)'", render_charts({"loss": noisy}, smoothing=0.9))
+    assert colours == ["#808080", "#2f86d6"]
+
+
+def test_a_range_of_steps_is_drawn_with_all_of_its_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_view, "start_thread", lambda read, name: read())
+    curves = live(100_000, loss=lambda step: step % 10)
+    rows = [{"name": "loss", "rank": 0, "step": n, "value": n % 10} for n in range(100_000)]
+    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets(), lambda: rows)
+    view.draw(curves, now=0.0)
+    field(view.box, "CSV").click()
+    field(view.box, "Steps").value = "500-540"
+    view.draw(curves, now=0.1)
+    shown = str(view.box.children[-1].value)
+    assert len(heights(shown)[0]) == 41, "of the run, the curve has one stretch there"
+    assert "<span>500</span>" in shown
+    assert "step 540</span>" in shown
+    (data,) = re.findall("base64,([^']*)", part(view.box, "na-csv").value)
+    table = base64.b64decode(data).decode().split()
+    assert table[0] == "metric,step,value"
+    assert table[1:3] == ["loss,500,0", "loss,501,1"]
+    assert len(table) == 42
+    # What is no range shows all, as an empty field does.
+    field(view.box, "Steps").value = "from 500"
+    view.draw(curves, now=0.2)
+    assert "step 99,999</span>" in str(view.box.children[-1].value)
+
+
 def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero() -> None:
     (line,) = heights(render_charts({"loss": falling()}, is_log=True))
     middle = line[len(line) // 2]
@@ -194,9 +235,10 @@ def test_a_single_value_and_one_that_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("num_charts", [1, 6])
-def test_a_page_is_small(num_charts: int) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.9])
+def test_a_page_is_small(num_charts: int, smoothing: float) -> None:
     shown = {f"{HOSTILE}{n}": falling() for n in range(num_charts)}
-    markup = render_charts(shown)
+    markup = render_charts(shown, smoothing=smoothing)
     assert message_bytes(markup) < 24_000
     assert "script" not in Tags(markup).tags
 
