@@ -126,6 +126,4 @@ def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | 
 
 def num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    # Not every system says which those are.
-    can_ask = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

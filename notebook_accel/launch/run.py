@@ -434,7 +434,9 @@ class Run:
         """
         made = self.state.knobs
         unknown = [name for name in values if name not in made]
-        if unknown and self.status != "starting" and _trains(self.state):
+        # A rank that has come to a batch or step has most likely made its knobs.
+        trains = all(rank.batches or rank.steps for rank in self.state.ranks)
+        if unknown and self.status != "starting" and trains:
             has = ", ".join(made) or "none"
             raise ConfigError(
                 f"set({', '.join(f'{name}={values[name]!r}' for name in unknown)}): the function "
@@ -675,11 +677,6 @@ class Run:
 
 
 # ---- for launchers and views; methods would stand in `help(Run)`, which is for the person -------
-
-
-def _trains(state: RunState) -> bool:
-    """Whether each rank has come to a batch or step, and so has most likely made its knobs."""
-    return all(rank.batches or rank.steps for rank in state.ranks)
 
 
 def _no_function(run: Run, what: str) -> str:

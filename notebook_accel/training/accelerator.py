@@ -748,14 +748,6 @@ class Accelerator(ProcessInfo):
 
     # ---- between the ranks ----------------------------------------------------------------------
 
-    def wait_for_everyone(self) -> None:
-        """Wait until all ranks have called ``wait_for_everyone``.
-
-        Example:
-            >>> accelerator.wait_for_everyone()
-        """
-        self._strategy.barrier()
-
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all ranks, in the order of the ranks, on every rank.
 

@@ -32,6 +32,7 @@ from notebook_accel.training.collectives.nested import (
     send_to_device,
 )
 from notebook_accel.training.data.gathering import gather_for_metrics
+from notebook_accel.training.processes import topology
 from tests.training.harness import RankError, run_ranks
 from tests.training.loading import prepare
 from tests.training.single import forget_states
@@ -265,7 +266,7 @@ def test_ragged_tensors_differ_in_their_first_dimension_alone() -> None:
 def raises_on_one_rank() -> None:
     if collectives.this_rank() == 1:
         raise OSError("this one")
-    collectives.wait()
+    topology.barrier()
 
 
 def test_the_harness_tells_of_a_failed_rank() -> None:

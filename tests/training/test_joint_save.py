@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from notebook_accel import Accelerator, ProjectConfiguration
 from notebook_accel.training.checkpoint import joint_save
-from notebook_accel.training.collectives import wait
+from notebook_accel.training.processes.topology import barrier
 from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
@@ -58,7 +58,7 @@ def saves_to_folders_of_their_own(folder: Path) -> dict[str, Any]:
     paths = [accelerator.save_state(folder / f"at_{accelerator.process_index}")]
     accelerator.project_configuration.iteration += accelerator.process_index
     paths += [accelerator.save_state(), accelerator.save_state()]
-    wait()
+    barrier()
     return {
         "paths": [Path(path).name for path in paths],
         "there": files(folder),
@@ -81,11 +81,11 @@ def fails_on(rank: int, folder: Path, *, in_background: bool = False) -> str:
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     handle.remove()
-    wait()
+    barrier()
     there = files(folder)
-    wait()
+    barrier()
     accelerator.save_state(folder / "state")
-    wait()
+    barrier()
     return f"{told} {there} {files(folder)}"
 
 
@@ -107,7 +107,7 @@ def comes_late(folder: Path) -> list[str]:
             joint_save.warnings = SimpleNamespace(warn=warn)  # type: ignore[assignment]
         accelerator.save_state(folder / "state")
     joint_save.warnings = warnings  # type: ignore[assignment]
-    wait()
+    barrier()
     return [str(one.message) for one in caught if "waits for" in str(one.message)]
 
 
@@ -120,7 +120,7 @@ def saves_models(folder: Path) -> list[str]:
     with saving_together():
         accelerator.save_model(model, folder / "parts")
         accelerator.save_state(folder / "state")
-    wait()
+    barrier()
     return files(folder)
 
 
@@ -137,10 +137,10 @@ def all_cases(folder: str) -> dict[str, Any]:
     results = {}
     for name, case in cases.items():
         (root / name).mkdir(exist_ok=True)
-        wait()
+        barrier()
         with contextlib.nullcontext() if name == "models" else saving_together():
             results[name] = case(root / name)
-        wait()
+        barrier()
     return results
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
 from notebook_accel.training.checkpoint import rank_zero_save
-from notebook_accel.training.collectives import wait
 from notebook_accel.training.files.atomic import StagedFolder
+from notebook_accel.training.processes.topology import barrier
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.waiting import eventually
@@ -74,11 +74,11 @@ def any_rank_but_0(folder: Path) -> dict[str, Any]:
         if not accelerator.is_main_process:
             accelerator.save_state(folder / "best")
             accelerator.wait_for_checkpoint()
-    wait()
+    barrier()
     step(accelerator, parts)
     accelerator.save_state(folder / "last")
     accelerator.wait_for_checkpoint()
-    wait()
+    barrier()
     return {"there": files(folder), "last": files(folder / "last"), "told": len(caught)}
 
 
@@ -89,7 +89,7 @@ def best_by_rank_0_and_last_by_all(folder: Path) -> list[list[str]]:
         accelerator.save_state(folder / "best")
     accelerator.save_state(folder / "last")
     accelerator.wait_for_checkpoint()
-    wait()
+    barrier()
     return [files(folder / name) for name in ("best", "last")]
 
 
@@ -112,9 +112,9 @@ def late_ranks(folder: Path) -> dict[str, Any]:
         if accelerator.process_index in callers:
             accelerator.save_state(folder / "state", async_save=callers == [1])
             accelerator.wait_for_checkpoint()
-        wait()
+        barrier()
         seen.append(files(folder / "state"))
-        wait()
+        barrier()
     return {"seen": seen, "left": files(folder)}
 
 
@@ -136,13 +136,13 @@ def a_failing_rank(folder: Path) -> dict[str, Any]:
         except (OSError, NotebookAccelError) as error:
             told.append(str(error))
         handle.remove()
-        wait()
+        barrier()
         told.append(str(path.exists() and files(path)))
-        wait()
+        barrier()
         step(accelerator, parts)
         accelerator.save_state(path)
         accelerator.wait_for_checkpoint()
-        wait()
+        barrier()
         told.append(str(files(path)))
     return {"told": told, "left": files(folder)}
 
@@ -177,7 +177,7 @@ def fails_beside(path: Path, *, is_before: bool) -> list[str]:
     finally:
         rank_zero_save.StagedFolder = StagedFolder  # type: ignore[misc]
     accelerator.wait_for_checkpoint()
-    wait()
+    barrier()
     return files(path)
 
 
@@ -204,9 +204,9 @@ def all_cases(folder: str) -> dict[str, Any]:
     results = {}
     for name, case in CASES.items():
         (Path(folder) / name).mkdir(exist_ok=True)
-        wait()
+        barrier()
         results[name] = case(Path(folder) / name)
-        wait()
+        barrier()
     return results
 
 

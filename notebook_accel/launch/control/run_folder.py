@@ -147,19 +147,12 @@ class RunFolder:
 
     def create(self) -> None:
         root = self.path.parent
-        try:
+        with making_files(root):
             make_folder(root)
             with open_folder(root) as opened:
                 os.mkdir(self.id, 0o700, dir_fd=opened)
             with open(self.path / _LIVE, "x", opener=own_file) as file:
                 file.write(_kernel_file(root).name)
-        except OSError as error:
-            if error.errno in TOO_MANY_FILES:
-                raise too_many_files() from None
-            raise LaunchError(
-                f"the folder for the run's logs and metrics cannot be made in {root}: {error}. Set "
-                "NOTEBOOK_ACCEL_RUNS to a folder that can be written"
-            ) from None
 
     def remove_old(self) -> None:
         """Remove the folders of old runs, but not this one; takes at least 10 ms.
@@ -405,8 +398,8 @@ def making_files(folder: Path) -> Iterator[None]:
         if error.errno in TOO_MANY_FILES:
             raise too_many_files() from None
         raise LaunchError(
-            f"the files for the run's logs and metrics cannot be made in {folder}: "
-            f"{error.strerror}. {_REMEDY}"
+            f"the files for the run's logs and metrics cannot be made in {folder}: {error}. "
+            f"{_REMEDY}"
         ) from None
 
 

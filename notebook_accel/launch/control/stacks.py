@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from notebook_accel.launch.payload.cells import name_cells
 from notebook_accel.wire import Frame
@@ -40,7 +41,8 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
     """
     found = (each for each in _threads(text) if not any(map(_WAITS_FOR_AGENT.match, each)))
     threads = sorted(found, key=_nearness)
-    shown = ("\n".join(_without_callers(each)) for each in threads)
+    # Without the launcher's frames that called the user's function, which stand below it.
+    shown = ("\n".join(takewhile(lambda line: not _CALLER.match(line), each)) for each in threads)
     return name_cells("\n\n".join(shown) + "\n", labels)
 
 
@@ -67,12 +69,6 @@ def _nearness(lines: Sequence[str]) -> int:
     if any(map(_CALLER.match, lines)):
         return 0
     return 1 if lines[0].startswith("Current thread") else 2
-
-
-def _without_callers(lines: Sequence[str]) -> list[str]:
-    """Return a thread's lines without the launcher's frames that called the user's function."""
-    callers = (index for index, line in enumerate(lines) if _CALLER.match(line))
-    return list(lines[: next(callers, len(lines))])
 
 
 def frames_of_function(text: str) -> list[Frame]:

@@ -301,9 +301,7 @@ class Checkpoints:
                 self._read_model(model, folder, index, on_host(options), strict=strict)
             for index, known in enumerate(self._prepared.optimizers):
                 self._read_optimizer(known.optimizer, folder, index, options)
-        for name, item in self._stateful():
-            item.load_state_dict(_read(folder / name, options))
-        self._load_scaler(folder, options)
+        self._load_stateful(folder, options)
         self._progress.load(folder, on_host(options))
         for known in self._prepared.optimizers:
             known.drop_gradients()  # from before the load
@@ -457,9 +455,6 @@ class Checkpoints:
             for name, item in self._stateful():
                 yield state_file(item.state_dict(), name, type(item).__name__)
             yield from self._progress.pieces_of_all()
-            if strategy.scaling is not None:
-                scale = strategy.scaling.scaler.state_dict()
-                yield state_file(scale, SCALER_NAME, "the loss scale")
         yield self._progress.own_piece(save.id)
 
     def _trained_pieces(
@@ -499,11 +494,20 @@ class Checkpoints:
         return sharded.names_of([uncompiled(known.inner) for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
-        """Yield (file name, object) for each prepared scheduler and each registered object."""
+        """Yield (file name, object): schedulers, registered objects and the loss scaler."""
         for index, scheduler in enumerate(self._prepared.schedulers):
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
             yield f"custom_checkpoint_{index}.pkl", item
+        if self._plan.strategy.scaling is not None:
+            yield SCALER_NAME, self._plan.strategy.scaling.scaler
+
+    def _load_stateful(self, folder: Path, options: dict[str, Any]) -> None:
+        for name, item in self._stateful():
+            if name == SCALER_NAME and not (folder / name).exists():
+                notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
+            else:
+                item.load_state_dict(_read(folder / name, options))
 
     def states_at_stop(self) -> dict[str, Any]:
         """Return, by their names, this rank's files of a checkpoint but for models and optimizers.
@@ -511,16 +515,7 @@ class Checkpoints:
         No other rank takes part.
         """
         states: dict[str, Any] = {name: item.state_dict() for name, item in self._stateful()}
-        if self._plan.strategy.scaling is not None:
-            states[SCALER_NAME] = self._plan.strategy.scaling.scaler.state_dict()
         return {**states, **self._progress.states()}
-
-    def _load_scaler(self, folder: Path, options: dict[str, Any]) -> None:
-        scaling = self._plan.strategy.scaling
-        if scaling is not None and (folder / SCALER_NAME).exists():
-            scaling.scaler.load_state_dict(read_state(folder / SCALER_NAME, options))
-        elif scaling is not None:
-            notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
 
     def _read_model(
         self, model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool

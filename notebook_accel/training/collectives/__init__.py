@@ -87,14 +87,6 @@ def this_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if has_process_group() else exchange().rank
 
 
-def wait(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until all ranks of ``group`` (None: all ranks) have called this."""
-    if not has_process_group():
-        exchange().barrier()
-    elif num_ranks(group) > 1:
-        dist.barrier(group=group)
-
-
 def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """Join every tensor of a nested structure over the ranks, along dimension 0; all ranks call it.
 

@@ -1,4 +1,4 @@
-"""Helpers for prepared models: tied weights and replaced forwards.
+"""Helpers for prepared models and optimizers: weights, tied weights, replaced forwards.
 
 Tied weights (one parameter under several names) are found, and tied again after the weights were
 loaded or moved. A module's ``forward`` is replaced by a wrapping callable, which can be removed.
@@ -18,7 +18,9 @@ from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.nested import convert_to_fp32
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
+    from torch.optim import Optimizer
 
 
 class ReplacedForward:
@@ -118,6 +120,11 @@ def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward
     for forward in [*replaced_forwards(module)]:
         if isinstance(forward, kind):
             forward.put_back()
+
+
+def weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the weights that an optimizer steps, in the order of its groups."""
+    return (weight for group in optimizer.param_groups for weight in group["params"])
 
 
 def uncompiled(module: Module) -> Module:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from notebook_accel.private import of_torch
+from notebook_accel.training.models import weights_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -88,7 +89,7 @@ class LossScaling:
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
             is_wanted = _has_gradients(optimizer) and (
-                wanted is None or any(id(weight) in wanted for weight in _weights_of(optimizer))
+                wanted is None or any(id(weight) in wanted for weight in weights_of(optimizer))
             )
             if id(optimizer) in self._done:
                 if is_wanted:
@@ -162,13 +163,9 @@ def gradient_marks(optimizer: Optimizer) -> list[tuple[int, int]]:
     """
     return [
         (id(weight.grad), 0 if weight.grad is None else of_torch.count_of_changes(weight.grad))
-        for weight in _weights_of(optimizer)
+        for weight in weights_of(optimizer)
     ]
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(weight.grad is not None for weight in _weights_of(optimizer))
-
-
-def _weights_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return (weight for group in optimizer.param_groups for weight in group["params"])
+    return any(weight.grad is not None for weight in weights_of(optimizer))

@@ -97,14 +97,7 @@ class Rescued:
         Raises:
             Exception: a state dict cannot be pickled, or the file cannot be written.
         """
-        state = {
-            "weights": self.weights,
-            "optimizers": self.optimizers,
-            "schedulers": self.schedulers,
-            "step": self.step,
-            "missing": self.missing,
-            "files": self.files,
-        }
+        state = {name: value for name, value in vars(self).items() if name != "models"}
         torch.save(state, file)
         file.seek(0)
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)

@@ -236,11 +236,6 @@ def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
     return {"device_ids": [device.index]} if waits else {}
 
 
-def has_ring_attention(device: torch.device) -> bool:
-    """Return whether torch supports ring attention on a device: True, except for the CPU."""
-    return device.type != "cpu"
-
-
 def is_host(device: torch.device) -> bool:
     """Return whether a device is the CPU."""
     return device.type == "cpu"

@@ -27,6 +27,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.models import PreparedModel, weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling, gradient_marks
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.accumulation import current_accumulation
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from notebook_accel.rank.this_rank import DeviceMemory
-    from notebook_accel.training.models import PreparedModel
     from notebook_accel.training.stepping.accumulation import Accumulation
 
 
@@ -184,8 +184,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def has_unused_gradients(self) -> bool:
         """Whether a weight of this optimizer has a gradient that no step has used."""
-        weights = (weight for group in self.param_groups for weight in group["params"])
-        return not self._used and any(weight.grad is not None for weight in weights)
+        return not self._used and any(one.grad is not None for one in weights_of(self))
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step if the current batch is the last of its accumulation window; else do nothing.
@@ -349,9 +348,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
     """Return whether one of the optimizer's parameters has its ``id`` in ``wanted``."""
-    return any(
-        id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]
-    )
+    return any(id(weight) in wanted for weight in weights_of(optimizer))
 
 
 class UnpreparedWatch:

@@ -87,7 +87,7 @@ class SequenceDivider:
                     no_restore_buffers=no_restore,
                 )
             )
-            if not devices.has_ring_attention(self._device):
+            if devices.is_host(self._device):  # where torch's ring attention does not work
                 stack.enter_context(_replaced_attention(self._mesh.get_group(), own, of_ranks))
             shared = current().shared
             shared[_POSITIONS] = own

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.private import of_torch
+from notebook_accel.training.models import weights_of
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.renewal import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
@@ -155,12 +156,7 @@ def _warn_if_thawed(model: Module, _: Any) -> None:
 
 
 def _warn_if_bypassed(optimizer: Optimizer) -> None:
-    stepped = {
-        id(weight)
-        for group in optimizer.param_groups
-        for weight in group["params"]
-        if weight.grad is not None
-    }
+    stepped = {id(weight) for weight in weights_of(optimizer) if weight.grad is not None}
     for wrapped, known in _WRAPPED.items():
         called = isinstance(getattr(wrapped, "require_forward_param_sync", True), bool)
         if not called and any(id(one) in stepped for one in known.weights):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import reduce
 from notebook_accel.training.collectives.nested import recursively_apply
+from notebook_accel.training.models import weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False)
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a full state dict into an optimizer of sharded weights; all ranks call it."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = [*weights_of(optimizer)]
     own = {index: with_parts(values, weights[index]) for index, values in state["state"].items()}
     optimizer.load_state_dict({**state, "state": own})
     turn_off_foreach_where_mixed(optimizer)
@@ -159,7 +160,7 @@ def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
     layers in its plan are divided over one mesh dimension more than the other layers. A user's own
     ``foreach=True`` is not changed.
     """
-    if len(by_mesh(weight for group in optimizer.param_groups for weight in group["params"])) > 1:
+    if len(by_mesh(weights_of(optimizer))) > 1:
         for group in optimizer.param_groups:
             # None leaves the choice to torch, which may take the fused loop; True is the user's
             # own word, and torch says why it cannot be.

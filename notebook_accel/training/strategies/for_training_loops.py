@@ -10,7 +10,6 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.precision.loss_scaling import LossScaling
-from notebook_accel.training.processes import topology
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.strategy_request import call_model
 
@@ -88,6 +87,3 @@ class ForTrainingLoops:
         before = None if self.scaling is None else self.scaling.scaler
         if scaler is not before:
             self.scaling = None if scaler is None else kind(scaler)
-
-    def barrier(self) -> None:
-        topology.barrier()

@@ -26,6 +26,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.models import weights_of
 from notebook_accel.training.processes.renewal import note_mesh
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
@@ -101,8 +102,7 @@ class MeshParallel(TakesSpreadModels):
         """
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if self.parallelism.pp_enabled or len(dtensors.by_mesh(weights)) > 1:
+        if self.parallelism.pp_enabled or len(dtensors.by_mesh(weights_of(optimizer))) > 1:
             sizes = {name: size for name, size in self.parallelism.sizes.items() if size > 1}
             raise ConfigError(
                 f"{type(optimizer).__name__} steps all weights as one vector, and with "

@@ -152,7 +152,11 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
     """
 
     ties = tied_names(model)
-    empty = [part for part in model.modules() if _is_empty(part)]
+    empty = [
+        part
+        for part in model.modules()
+        if any(one.is_meta for one in (*part.parameters(False), *part.buffers(False)))
+    ]
     for part in empty:
         # Beside empty weights a module may have buffers that were read.
         for name, weight in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
@@ -204,11 +208,6 @@ def move_what_is_whole(model: Module, device: torch.device) -> None:
     for values in (*model.parameters(), *model.buffers()):
         if not has_parts([values]):
             values.data = values.data.to(device)
-
-
-def _is_empty(module: Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(values.is_meta for values in own)
 
 
 def _data_dimensions(parallelism: ParallelismConfig, dimensions: Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.private import of_torch
-from notebook_accel.training.models import uncompiled
+from notebook_accel.training.models import uncompiled, weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.strategies.base import Strategy
 
@@ -45,7 +45,7 @@ class _SpreadScaler(torch.amp.GradScaler):
 def _unscale(
     as_torch: Callable[..., Any], optimizer: Optimizer, found_inf: torch.Tensor
 ) -> dict[torch.device, torch.Tensor]:
-    if not has_parts(_weights_of(optimizer)):
+    if not has_parts(weights_of(optimizer)):
         found: dict[torch.device, torch.Tensor] = as_torch(optimizer)
         return found
     from notebook_accel.training.strategies import dtensors
@@ -115,11 +115,11 @@ class TakesSpreadModels(Strategy):
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
         # Asked by every zero_grad: all weights are looked at only where there is something to drop.
-        if not self._in_parts or not has_parts(_weights_of(optimizer)):
+        if not self._in_parts or not has_parts(weights_of(optimizer)):
             return
         from notebook_accel.training.strategies import dtensors
 
-        weights = {id(weight) for weight in _weights_of(optimizer)}
+        weights = {id(weight) for weight in weights_of(optimizer)}
         for model in self._in_parts:
             dtensors.drop_unreduced(model, weights)
 
@@ -151,7 +151,7 @@ class TakesSpreadModels(Strategy):
         return dtensors.whole_state_dict(model, keeps=keeps, to_cpu=True)
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
-        if not has_parts(_weights_of(optimizer)):
+        if not has_parts(weights_of(optimizer)):
             return super().optimizer_state(optimizer, keeps=keeps)
         from notebook_accel.training.strategies import dtensors
 
@@ -159,7 +159,7 @@ class TakesSpreadModels(Strategy):
         return whole if keeps else {}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if not has_parts(_weights_of(optimizer)):
+        if not has_parts(weights_of(optimizer)):
             return super().load_optimizer_state(optimizer, state)
         from notebook_accel.training.strategies import dtensors
 
@@ -171,10 +171,6 @@ class TakesSpreadModels(Strategy):
         from notebook_accel.training.strategies import dtensors
 
         return dtensors.make_whole(values, to_cpu=True)
-
-
-def _weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (weight for group in optimizer.param_groups for weight in group["params"])
 
 
 @contextmanager

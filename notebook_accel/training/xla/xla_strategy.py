@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
-from notebook_accel.training.models import RemovableForward, replaced_forwards
+from notebook_accel.training.models import RemovableForward, replaced_forwards, weights_of
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
@@ -128,11 +128,11 @@ class XlaParallel(Strategy):
         def before(optimizer: Optimizer, *_: Any) -> None:
             here = strategy()
             if here is not None:
-                here._average(_weights_of(optimizer))
+                here._average(weights_of(optimizer))
 
         def after(optimizer: Optimizer, *_: Any) -> None:
             here = strategy()
-            if here is not None and any(map(here._is_own, _weights_of(optimizer))):
+            if here is not None and any(map(here._is_own, weights_of(optimizer))):
                 here._end_step()
 
         for handle in (
@@ -213,7 +213,3 @@ def _host_copy(state: Any) -> Any:
         return copies[id(tensor)]
 
     return recursively_apply(copy, state)
-
-
-def _weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
