@@ -419,3 +419,5 @@ def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
         expect(output.locator(what).first).to_be_hidden()
     # The summaries of runs that ended are as they were.
     assert notebook.count_broken_links() == 0
+    # A server shuts down no kernel that is being restarted.
+    notebook.wait_until_idle()
