@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 # The package itself is installed; what is beside this file is not.
 sys.path.insert(0, str(HERE))
+from search_words import WORDS  # noqa: E402
+
 # A copy, since Sphinx reads nothing outside of its folder, and follows no link to check links.
 rmtree(HERE / "notebooks", ignore_errors=True)
 copytree(HERE.parent / "notebooks", HERE / "notebooks", ignore=ignore_patterns(".*", "*.py"))
@@ -75,6 +77,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!notebook_accel\.\w+$).*")]
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_static_path = ["_static"]
+html_search_scorer = str(HERE / "_static" / "search_order.js")
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
@@ -102,6 +105,15 @@ def _lead_into_the_site(_app: object, name: str, source: list[str]) -> None:
         )
 
 
+def _add_search_words(_app: object, name: str, source: list[str]) -> None:
+    """Name a page in the index by the words that people use; who reads the file is spared them."""
+    if name in WORDS:
+        words = ", ".join(f"! {one}" for one in WORDS[name].split(", "))
+        title, _, rest = source[0].partition("\n")
+        source[0] = f"{title}\n\n```{{index}} {words}\n```\n{rest}"
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _add_search_words)
     app.connect("source-read", _lead_into_the_site)

@@ -1,0 +1,101 @@
+"""The search of the site leads to the right page, asked in the words that people use."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import pytest
+
+from tests.notebook.lab import open_browser
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+SPHINX = ROOT / "build" / "sphinx" / "bin" / "python"
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not SPHINX.exists(), reason="needs Sphinx: make docs"),
+]
+
+# By page: what people type who look for it.
+QUESTIONS = {
+    "first-launch": ["install", "getting started"],
+    "from-accelerate": ["Cannot re-initialize CUDA in forked subprocess"],
+    "guide/accelerator": [
+        "loss different from one GPU",
+        "multiple gpus",
+        "effective batch size",
+        "gradient accumulation",
+        "gradient clipping",
+        "learning rate scheduler",
+    ],
+    "guide/checkpoints": ["resume training", "save checkpoint", "continue training"],
+    "guide/detached": ["keep training after closing notebook"],
+    "guide/ends": ["early stopping", "stop training", "hang", "stuck", "nccl timeout", "debugger"],
+    "guide/knobs": ["change learning rate while training", "pause training"],
+    "guide/lightning": ["pytorch lightning"],
+    "guide/loaders": ["shuffle", "random seed", "iterable dataset"],
+    "guide/machines": ["multi node", "two machines", "slurm", "ray cluster"],
+    "guide/panel": ["progress bar", "plot loss", "slow training", "compare runs"],
+    "guide/precision": ["T4", "nan", "loss is nan", "fp16", "mixed precision"],
+    "guide/runs": ["return value", "background training"],
+    "guide/scripts": ["torchrun"],
+    "guide/settings": ["choose gpu", "CUDA_VISIBLE_DEVICES", "accelerate config"],
+    "guide/sweeps": ["hyperparameter search", "optuna", "grid search"],
+    "guide/tpus": ["TPU"],
+    "guide/trackers": ["wandb", "tensorboard"],
+    "guide/trainer": ["huggingface trainer", "transformers"],
+    "guide/what-ranks-have": ["pickle error"],
+    "reference/platforms": ["colab", "kaggle", "windows", "vscode"],
+    "strategies/context": ["long context"],
+    "strategies/ddp": ["find_unused_parameters"],
+    "strategies/deepspeed": ["deepspeed"],
+    "strategies/fsdp": ["fsdp", "model too large for one gpu"],
+    "strategies/pipeline": ["pipeline parallel"],
+    "strategies/tensor": ["tensor parallel"],
+    "troubleshooting": ["OOM", "out of memory"],
+}
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the site, built from the pages as they are now."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [SPHINX, "-m", "sphinx", "--quiet", "-d", folder / "trees", ROOT / "docs", folder]
+    subprocess.run(command, check=True, timeout=500)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_the_page_that_answers_is_among_the_first_three(site: str, chromium: str) -> None:
+    questions = [(words, page) for page, asked in QUESTIONS.items() for words in asked]
+    assert len(questions) >= 50
+    missed = {}
+    with open_browser(chromium) as browser:
+        view = browser.new_page()
+        for words, page in questions:
+            view.goto(f"{site}search.html?q={quote(words)}")
+            view.wait_for_function(
+                "() => /found|did not/.test(document.querySelector('.search-summary')?.innerText)"
+            )
+            links = view.locator("ul.search > li > a:first-of-type")
+            found = [link.get_attribute("href") or "" for link in links.all()[:3]]
+            if not any(link.startswith(f"{page}.html") for link in found):
+                missed[words] = found
+    assert not missed
