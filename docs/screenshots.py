@@ -5,7 +5,7 @@
     python -m docs.screenshots --all OUT    those to look at after a change of what is drawn
 
 The second ones are of runs with 1, 2, 8 and 64 ranks, of one that hangs, of one in the background
-that displays things, of the form for settings, of the doctor and of matplotlib's plots
+that displays things, of the form for settings, of the doctor and of charts of runs
 (``--only form hang`` of some): each in both themes, in windows of three widths, while it goes on
 and when it has ended.
 """
@@ -203,7 +203,7 @@ def log(factor):
         values = {"loss": factor / (step + 1), "accuracy": 1 - factor / (step + 3), "lr": 0.1}
         accelerator.log(values, step)
 
-from notebook_accel import compare
+from notebook_accel import compare, runs as board
 runs = [notebook_launcher(log, (i,), num_processes=2, name=f"factor {i}") for i in (1, 2)]
 """
 FORM = 'picker = config_picker({"num_processes": 2, "fsdp": {"cpu_offload": True}})\npicker'
@@ -300,8 +300,14 @@ def take_doctor(lab: Lab, browser: Browser, out: Path) -> None:
 
 
 def take_plots(lab: Lab, browser: Browser, out: Path) -> None:
-    """Two runs in matplotlib's plots."""
-    page = _open(lab, browser, "plots", PLOT, "runs[0].plot()\ncompare(*runs);")
+    """Charts of a run, two together with their table, and the table of all runs."""
+    page = _open(
+        lab,
+        browser,
+        "plots",
+        PLOT,
+        "display(runs[0].plot(), compare(*runs))\nboard()",
+    )
     page.output(2).locator("img").nth(1).wait_for(timeout=60_000)
     _picture(page, out, "plots")
     page.close()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.actions.messages import Action
-from notebook_accel.config.checks import as_seconds
+from notebook_accel.config.checks import as_choice, as_seconds
 from notebook_accel.errors import (
     ConfigError,
     LaunchError,
@@ -583,24 +583,31 @@ class Run:
         table["time"] = pd.to_datetime(table["time"], unit="s", utc=True)
         return table
 
-    def plot(self, *names: str) -> Any:
-        """Draw metrics over their steps with matplotlib, a line per rank.
+    def plot(self, *names: str, backend: str | None = None) -> Any:
+        """Draw metrics over their steps: in a notebook by the panel's charts, live while it trains.
 
         Args:
-            *names: names of the metrics; without names, all metrics are drawn.
+            *names: names of the metrics; without names, all metrics are drawn, in the order in
+                which they were first logged. The panel's charts are the first six.
+            backend: "matplotlib" draws them by that, a line per rank, as do terminals and plain
+                Python. None: the panel's charts in a notebook.
 
         Returns:
-            A list of axes, one for each metric, in the order of ``names``; without names, in the
-            order in which the metrics were first logged.
+            What a notebook shows as the charts, as the value of a cell or by ``display``. By
+            matplotlib: a list of axes, one for each metric.
 
         Raises:
-            ConfigError: no metric has one of the names.
-            ImportError: matplotlib is not installed.
+            ConfigError: no metric has one of the names, or ``backend`` is another one.
+            FileNotFoundError: the run was deleted from disk.
+            ImportError: matplotlib is needed, and not installed.
 
         Example:
-            >>> axes = run.plot("loss")
+            >>> axes = run.plot("loss", backend="matplotlib")
         """
-        return plot_metrics(self.metrics, names)
+        if backend is not None:
+            as_choice("backend", backend, ["matplotlib"])
+        charts = self._call.view.charts_of(Run(self._call), names) if backend is None else None
+        return plot_metrics(self.metrics, names) if charts is None else charts
 
     def stacks(self, rank: int | None = None) -> str:
         """Return where the Python code of each rank is now, as text.

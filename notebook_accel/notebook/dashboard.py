@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
@@ -12,6 +13,7 @@ from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.clicks import draws_updates
+from notebook_accel.notebook.comparison import Charts
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
@@ -209,6 +211,9 @@ class Dashboard(View):
 
     def show_displays(self, run: Run, rank: int) -> None:
         show_displays(run.state, rank)
+
+    def charts_of(self, run: Run, names: Sequence[str]) -> Charts:
+        return Charts([(run.name, run)], names, of="this run")
 
     # ---- drawing ---------------------------------------------------------------------------
 

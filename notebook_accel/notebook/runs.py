@@ -8,31 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from notebook_accel.config.checks import as_choice
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
-from notebook_accel.launch.control.curves import Curve, mode_of
-from notebook_accel.launch.control.metrics_file import MetricReader
+from notebook_accel.launch.control.curves import mode_of
 from notebook_accel.launch.control.plotting import plot_together
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
+from notebook_accel.notebook.clicks import find_kernel
+from notebook_accel.notebook.comparison import Charts, best_of, curves_of
 from notebook_accel.notebook.snapshot import COLOURS
 from notebook_accel.notebook.sweeps.sweep import attach_sweep
 from notebook_accel.notebook.sweeps.trial import in_a_line
 from notebook_accel.notebook.views import choose_view
-from notebook_accel.render.charts import sparkline
+from notebook_accel.render import charts
 from notebook_accel.render.markup import element
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from notebook_accel.launch.view import View
 
@@ -42,14 +42,6 @@ _MAX_METRICS = 8
 # Characters of what a run is called, and of an error.
 _MAX_LABEL = 60
 _MAX_ERROR = 80
-# Those of a cycle of matplotlib, which colours the runs of compare().
-_CYCLE = (
-    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd",
-    "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
-)  # fmt: skip
-# Of a curve that is a cell of the table; runs whose curves are kept once they have ended.
-_STRETCHES = 32
-_MAX_CURVES = 256
 
 
 class _Title(NamedTuple):
@@ -112,7 +104,10 @@ class RunTable(list[T]):
         columns = self._columns()
         lines = []
         for index, (_, run) in enumerate(self._runs):
-            colours = {"state": COLOURS.get(run.status), "run": _CYCLE[index % len(_CYCLE)]}
+            colours = {
+                "state": COLOURS.get(run.status),
+                "run": charts.COLOURS[index % len(charts.COLOURS)],
+            }
             styles = [colours.get(title.colour) for title, _ in columns]
             cells = [
                 element("td", cells[index], style=f"color:{colour}" if colour else None)
@@ -125,10 +120,10 @@ class RunTable(list[T]):
 
 def _facts(label: str, run: Run, modes: Mapping[str, str | None]) -> list[str]:
     state = run.state
-    last, curves = last_values(state), _curves(run)
+    last, curves = last_values(state), curves_of(run)
     values = []
     for name, mode in modes.items():
-        best = _best(curves.get(name), mode)
+        best = best_of(curves.get(name), mode)
         values += [last.get(name, ""), "" if best is None else wording.number(best)]
     failure, first = state.failure, curves.get(next(iter(modes), ""))
     return [
@@ -138,41 +133,11 @@ def _facts(label: str, run: Run, modes: Mapping[str, str | None]) -> list[str]:
         wording.span(elapsed(state, state.now())),
         state.arguments,
         *values,
-        "" if first is None else sparkline(first.points()),
+        "" if first is None else charts.sparkline(first.points()),
         one_line(in_a_line(failure.traceback, failure.message), _MAX_ERROR) if failure else "",
         state.notebook,
         state.run,
     ]
-
-
-def _curves(run: Run) -> dict[str, Curve]:
-    """Return the curves of rank 0 by the metrics' names; of an ended run they are read once."""
-    call = call_of(run)
-    live = call.curves
-    if live is not None:
-        return {name: curve for name in live.names if (curve := live.of(name).get(0)) is not None}
-    call.metrics.flush()
-    return (_read_curves if call.ended.is_set() else _read_curves.__wrapped__)(call.folder.path)
-
-
-@lru_cache(maxsize=_MAX_CURVES)
-def _read_curves(folder: Path) -> dict[str, Curve]:
-    found: dict[str, Curve] = {}
-    try:
-        rows = MetricReader(folder).sample()
-    except OSError:  # a table of many runs is shown without what one has lost
-        return {}
-    for row in rows:
-        if row["rank"] == 0:
-            found.setdefault(row["name"], Curve(_STRETCHES)).add(row["step"], row["value"])
-    return found
-
-
-def _best(curve: Curve | None, mode: str | None) -> float | None:
-    values = [y for _, y in curve.points() if math.isfinite(y)] if curve is not None else []
-    if mode is None or not values:
-        return None
-    return min(values) if mode == "min" else max(values)
 
 
 def find_run(run_id: str) -> Run:
@@ -287,7 +252,7 @@ def runs(
 
 
 def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:
-    curves = {run.id: _curves(run) for run in found}
+    curves = {run.id: curves_of(run) for run in found}
     if found and not any(metric in each for each in curves.values()):
         logged = ", ".join(
             map(repr, dict.fromkeys(name for each in curves.values() for name in each))
@@ -297,7 +262,7 @@ def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:
         )
 
     def place(run: Run) -> float:
-        best = None if run.status == "failed" else _best(curves[run.id].get(metric), mode)
+        best = None if run.status == "failed" else best_of(curves[run.id].get(metric), mode)
         return math.inf if best is None else best if mode == "min" else -best
 
     return sorted(found, key=place)
@@ -308,28 +273,35 @@ def _view_of_past() -> View:
 
 
 def compare(
-    *runs: Run | Sequence[Run] | Mapping[str, Run], names: Sequence[str] = ()
-) -> RunTable[Any]:
-    """Draw the metrics of several runs with matplotlib: one plot per metric, one colour per run.
+    *runs: Run | Sequence[Run] | Mapping[str, Run],
+    names: Sequence[str] = (),
+    backend: str | None = None,
+) -> Any:
+    """Draw the metrics of several runs together: one chart per metric, one colour per run.
 
-    Runs are labelled by their names (``notebook_launcher(..., name="lr 0.1")``), and by their ids
-    too if names are equal.
+    In a notebook the charts are those of the panel, with a table of the runs below, and follow runs
+    that still train. Of more than ten runs the best is in colour. Runs are called by their names
+    (``notebook_launcher(..., name="lr 0.1")``) and the arguments that differ.
 
     Args:
         *runs: the runs: one after the other, as a list, or as a mapping whose keys are the labels.
             Runs of ``runs(everywhere=True)`` work too.
         names: the metrics to draw, in this order. If empty, all metrics in the order in which they
             were first logged: those of the first run, then further ones of the next run, and so on.
+            The panel's charts are the first six.
+        backend: "matplotlib" draws all metrics by that, as do terminals and plain Python. None: the
+            panel's charts in a notebook.
 
     Returns:
-        A list of matplotlib's axes, one for each metric, in the same order. A notebook shows the
-        list as a table of the runs.
+        What a notebook shows as the charts, as the value of a cell or by ``display``. By
+        matplotlib: a list of its axes, one for each metric, in the same order, which a notebook
+        shows as a table of the runs.
 
     Raises:
-        ConfigError: no run was given, something given is no run, ``names`` is a text, or no run has
-            a metric with one of the names.
+        ConfigError: no run was given, something given is no run, ``names`` is a text, no run has a
+            metric with one of the names, or ``backend`` is another one.
         FileNotFoundError: a run was deleted from disk.
-        ImportError: matplotlib is not installed.
+        ImportError: matplotlib is needed, and not installed.
 
     Example:
         >>> from notebook_accel import Accelerator, compare, notebook_launcher
@@ -337,15 +309,18 @@ def compare(
         ...     Accelerator().log({"loss": rate}, step=1)
         >>> slow = notebook_launcher(train, (0.1,), num_processes=1)
         >>> fast = notebook_launcher(train, (0.2,), num_processes=1)
-        >>> axes = compare({"slow": slow, "fast": fast})
-        >>> len(axes)
-        1
+        >>> charts = compare({"slow": slow, "fast": fast})
     """
     labelled = _labelled(runs)
     if isinstance(names, str):
         raise ConfigError(f"names={shown(names)}: expected a list, such as names=[{shown(names)}]")
-    axes = plot_together({label: run.metrics for label, run in labelled}, names)
-    return RunTable(axes, labelled, names or None)
+    if backend is not None:
+        as_choice("backend", backend, ["matplotlib"])
+    elif find_kernel() is not None:
+        table: RunTable[Any] = RunTable([], labelled, names or None)
+        return Charts(labelled, names, of="these runs", table=table)
+    metrics = {label: run.metrics for label, run in labelled}
+    return RunTable(plot_together(metrics, names, charts.COLOURS), labelled, names or None)
 
 
 def _labelled(runs: Sequence[Any]) -> list[tuple[str, Run]]:

@@ -52,7 +52,7 @@ MAX_BYTES = 120_000
 _MAX_NOTICES = 8
 _MAX_NOTICE = 500
 # Plots; of further metrics the last values are named.
-_MAX_PLOTS = 6
+MAX_PLOTS = 6
 # Bytes of the error, whose end is kept, and of the stacks below one fold.
 _MAX_ERROR = 12_000
 # The last lines of each block of output, as far as all blocks together have room.
@@ -70,10 +70,10 @@ _MAX_OUTPUT_TEXT = 6_000
 _MAX_LINE_TEXT = 200
 
 _LINE = "1px solid rgba(128,128,128,.3)"
-_FONT = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
+FONT = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
 _FRAME = (
     f"border:{_LINE};border-radius:8px;padding:10px 14px;margin:4px 0;max-width:1000px;"
-    f"{_FONT};line-height:1.5"
+    f"{FONT};line-height:1.5"
 )
 # Jupyter's own style gives tables equal columns and cells a right alignment. A narrow page scrolls
 # the table: how each rank stands, and how far it is, are in sight from the start.
@@ -95,14 +95,14 @@ _TEXT = (
     "line-height:1.4;text-align:left"
 )
 _PLAIN_TEXT = f"{_TEXT};background:none;padding:0"
-_MUTED = "opacity:.65"
+MUTED = "opacity:.65"
 _BUTTON = (
-    f"margin-left:8px;padding:0 8px;{_FONT};font-size:12px;line-height:20px;border:{_LINE};"
+    f"margin-left:8px;padding:0 8px;{FONT};font-size:12px;line-height:20px;border:{_LINE};"
     "border-radius:6px;background:none;color:inherit;cursor:pointer"
 )
 COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
 # Pages typeset "$5 or $6" as mathematics, unless a class tells them not to.
-_NO_MATHS = "mathjax_ignore tex2jax_ignore"
+NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class Snapshot:
 def render_line(text: str) -> Snapshot:
     """Return one text in the summary's frame, for a run that has not begun."""
     # A command for another machine stands in a line of its own, and wraps rather than be cut.
-    style = f"{_MUTED};white-space:pre-wrap;overflow-wrap:anywhere"
+    style = f"{MUTED};white-space:pre-wrap;overflow-wrap:anywhere"
     line = element("span", text, style=style)
-    return Snapshot(element("div", line, class_=_NO_MATHS, style=_FRAME), text)
+    return Snapshot(element("div", line, class_=NO_MATHS, style=_FRAME), text)
 
 
 def render_slim(state: RunState, *, now: float | None = None, with_output: bool = True) -> Snapshot:
@@ -139,8 +139,8 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
     line = element(
         "div",
         *_title_parts(state, summary.elapsed(state, now)),
-        element("span", f" · {values}", style=_MUTED) if values else "",
-        style=_FONT,
+        element("span", f" · {values}", style=MUTED) if values else "",
+        style=FONT,
     )
     title = summary.summary_lines(state, now=now)[0]
     text = [f"{title}, {values}" if values else title]
@@ -149,7 +149,7 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
     if with_output:
         parts.insert(-1, _output(state, _PLAIN_TEXT, MAX_BYTES - message_bytes(join(parts))))
     # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
-    html = element("div", *parts, class_=_NO_MATHS, style="padding:0 7px")
+    html = element("div", *parts, class_=NO_MATHS, style="padding:0 7px")
     return Snapshot(html, "\n".join(text))
 
 
@@ -193,7 +193,7 @@ def render_snapshot(
     ]
     if with_output:
         parts.insert(-1, _output(state, _TEXT, MAX_BYTES - message_bytes(join(parts))))
-    html = element("div", *parts, class_=_NO_MATHS, style=_FRAME)
+    html = element("div", *parts, class_=NO_MATHS, style=_FRAME)
     # Not as Markup, which would escape what it is added to.
     displays = str(render_displays(state)) if with_displays else ""
     # For terminals and files: no HTML, and nothing that a terminal would obey.
@@ -219,14 +219,14 @@ def _title_parts(state: RunState, seconds: float) -> list[Markup | str]:
         element(
             "span",
             f"{summary.num_ranks(state)}, {wording.span(seconds)}",
-            style=f"{_MUTED};display:inline-block",
+            style=f"{MUTED};display:inline-block",
         ),
     ]
 
 
 def _facts(state: RunState) -> list[Markup]:
     # Each in one piece, as above.
-    style = f"{_MUTED};display:inline-block"
+    style = f"{MUTED};display:inline-block"
     return [join([" ", element("span", f"· {fact}", style=style)]) for fact in summary.facts(state)]
 
 
@@ -257,7 +257,7 @@ def _table(state: RunState, seconds: float) -> Markup:
     return join(
         [
             element("div", table, style=_SCROLLS),
-            element("div", rest, style=_MUTED) if rest else "",
+            element("div", rest, style=MUTED) if rest else "",
         ]
     )
 
@@ -301,7 +301,7 @@ def _end(text: str, max_bytes: int) -> str:
 
 def _other_displays(state: RunState) -> Markup:
     text = other_displays(state)
-    return element("div", text, style=_MUTED) if text else Markup("")
+    return element("div", text, style=MUTED) if text else Markup("")
 
 
 # ---- metrics -------------------------------------------------------------------------------
@@ -311,13 +311,8 @@ def _metrics(curves: Mapping[str, Sequence[Point]]) -> Markup:
     if not curves:
         return Markup("")
     names = list(curves)
-    shown = names[:_MAX_PLOTS]
-    # As wide as in the live panel: two or three in a row, and on a narrow page one.
-    size = f"flex:1 1 {330 if len(shown) == 4 else 280}px;max-width:480px"
-    plots = [element("div", *_plot(name, curves[name]), style=size) for name in shown]
-    row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
-    parts = [element("div", *plots, style=row)]
-    others = names[_MAX_PLOTS:]
+    parts = [draw_metrics({name: {"": curves[name]} for name in names[:MAX_PLOTS]})]
+    others = names[MAX_PLOTS:]
     if others:
         values = [
             f"{name_of(name)} {wording.number(curves[name][-1][1])}"
@@ -330,16 +325,37 @@ def _metrics(curves: Mapping[str, Sequence[Point]]) -> Markup:
     return join(parts)
 
 
-def _plot(name: str, points: Sequence[Point]) -> list[Markup]:
+def draw_metrics(metrics: Mapping[str, Mapping[str, Sequence[Point]]], **how: Any) -> Markup:
+    """Return charts of metrics, each with the curves of runs by what these are called.
+
+    ``how`` is that of ``saved_chart``.
+    """
+    # As wide as in the live panel: two or three in a row, and on a narrow page one.
+    size = f"flex:1 1 {330 if len(metrics) == 4 else 280}px;max-width:480px"
+    plots = [
+        element("div", *_plot(name, curves, how), style=size) for name, curves in metrics.items()
+    ]
+    row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
+    return element("div", *plots, style=row)
+
+
+def _plot(name: str, curves: Mapping[str, Sequence[Point]], how: Mapping[str, Any]) -> list[Markup]:
+    points = next(iter(curves.values()))
     first, last = (wording.number(value) for _, value in (points[0], points[-1]))
-    parts = [element("div", element("b", name_of(name)), f"\N{NO-BREAK SPACE} {last}")]
-    if len(points) > 1:
+    value = "" if how.get("colours") else f"\N{NO-BREAK SPACE} {last}"
+    parts = [element("div", element("b", name_of(name)), value)]
+    if len(curves) > 1 and not how.get("colours"):
+        own, other, *_ = curves
+        about = f"in colour: {own}" if own else f"pale: {other}"
+        parts.append(element("div", about, style=f"{MUTED};font-size:11px"))
+    if max(map(len, curves.values())) > 1:
         alt = f"{name_of(name)}: {first} → {last} at step {wording.count(points[-1][0])}"
-        parts.append(charts.saved_chart(points, alt=alt))
-    note = not_finite_note(reduce(lambda found, point: found.and_then(*point), points, NotFinite()))
-    if note:
-        style = f"font-size:11px;color:{COLOURS['stopped']}"
-        parts.append(element("div", note, style=style))
+        parts.append(charts.saved_chart(curves, alt=alt, **how))
+    for called, points in curves.items():
+        found = reduce(lambda found, point: found.and_then(*point), points, NotFinite())
+        if note := not_finite_note(found):
+            style = f"font-size:11px;color:{COLOURS['stopped']}"
+            parts.append(element("div", f"{called}: {note}" if called else note, style=style))
     return parts
 
 
@@ -355,7 +371,7 @@ def _output(state: RunState, style: str, room: int) -> Markup:
     share = room // (len(alike) + 1) - _BLOCK_BYTES
     if alike and share < _MIN_BLOCK:
         num = sum(total * len(ranks) for (_, total), ranks in alike)
-        return element("div", f"{num:,} lines of output: all of it in run.logs()", style=_MUTED)
+        return element("div", f"{num:,} lines of output: all of it in run.logs()", style=MUTED)
     blocks: list[Markup] = []
     folds: list[Markup] = []
     folded: list[int] = []
@@ -373,7 +389,7 @@ def _output(state: RunState, style: str, room: int) -> Markup:
             folds.append(_block(lines, total, label, style))
             folded += ranks
     if folds:
-        title = element("summary", f"output of {wording.rank_list(folded)}", style=_FONT)
+        title = element("summary", f"output of {wording.rank_list(folded)}", style=FONT)
         blocks.append(element("details", title, *folds))
     return join(blocks)
 
@@ -425,11 +441,11 @@ def _block(
     if len(lines) < total:
         who = f"{label}: " if label else ""
         title = f"{who}last {len(lines)} of {total:,} lines of output"
-    head = element("div", title, style=f"{_FONT};{_MUTED}") if title else Markup("")
+    head = element("div", title, style=f"{FONT};{MUTED}") if title else Markup("")
     if earlier:
         # True of the fold while it is closed, and of the open one.
         title += f", {len(earlier)} earlier ones in this fold"
-        head = element("details", element("summary", title, style=_FONT), _pre(earlier, style))
+        head = element("details", element("summary", title, style=FONT), _pre(earlier, style))
     return join([head, _pre(lines, style)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
@@ -14,6 +14,7 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks
+from notebook_accel.notebook.comparison import Charts
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
@@ -58,6 +59,9 @@ class Transcript(PlainView):
     def show_displays(self, run: Run, rank: int) -> None:
         show_displays(run.state, rank)
 
+    def charts_of(self, run: Run, names: Sequence[str]) -> Charts:
+        return Charts([(run.name, run)], names, of="this run")
+
     def poll(self) -> None:
         super().poll()
         if self._run is not None and self._waits:
@@ -86,6 +90,9 @@ class Unseen(View):
 
     def show_displays(self, run: Run, rank: int) -> None:
         choose_view("text").show_displays(run, rank)
+
+    def charts_of(self, run: Run, names: Sequence[str]) -> Any:
+        return choose_view("text").charts_of(run, names)
 
 
 # ---- The view of a run where pages draw nothing between cells (Colab).

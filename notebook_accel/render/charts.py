@@ -2,7 +2,7 @@
 
     a curve --> _draw --> render_charts   the live panel: HTML around an inline SVG
                      +--> saved_chart     a saved notebook: two images
-    curves of several runs, of which one is in colour --> render_together, saved_chart
+    curves of several runs, of which one or all are in colour --> render_together, saved_chart
 
 The SVG of a curve stretches with the page, so axis labels stand outside of it, where they keep
 their size. A saved notebook gets images: its sanitisers drop inline SVG and CSS variables but keep
@@ -18,7 +18,7 @@ import base64
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -37,9 +37,13 @@ if TYPE_CHECKING:
 
 # Charts that the live panel draws at once; they share the points below.
 PAGE_SIZE = 6
-# Mid tones: at least 3:1 against white and against #1e1e1e alike.
-_BLUE = "#2f86d6"
+# Mid tones: at least 3:1 against white and against #1e1e1e alike. One a run, or the first alone.
+COLOURS = (
+    "#2f86d6", "#d9730d", "#2e9e4f", "#d9534f", "#9b6dd7",
+    "#a6744a", "#d05fa8", "#17939b", "#8a8f1f", "#c08a00",
+)  # fmt: skip
 _GREY = "#808080"
+_PALE = {"stroke": _GREY, "opacity": 0.7, "stroke_width": 1}
 _STEP = itemgetter(0)
 _VALUE = itemgetter(1)
 # The box that stretches, in units of its own: the curve lies between _TOP and _BOTTOM.
@@ -52,7 +56,11 @@ _MAX_STRIPES = 48
 _STRIPES = 20
 # Of several runs together: curves, points of all, and the places that name one on hover.
 _MAX_TOGETHER, _MAX_POINTS_TOGETHER = 200, 900
+# Points of several such charts.
+_MAX_POINTS_SHARED = 540
 _GRID = 14, 5
+# Up to so many have room for the values of all of them on hover.
+_MAX_SAID, _MAX_NAME = 4, 16
 # Two clicks in a chart write a range of steps into the field above the charts, a double click none.
 # The first is noted in that field, since the charts are drawn anew meanwhile. Nothing depends on
 # it: a range can be typed.
@@ -65,6 +73,13 @@ _ZOOM = (
     "f.value=!m?x+' to':Math.abs(m[1]-x)<(z-a)/100?'':"
     "Math.min(m[1],x)+' to '+Math.max(m[1],x);"
     "if(m)f.dispatchEvent(new Event('change',{bubbles:true}))"
+)
+# What lies below the pointer in a saved chart that is drawn anew all the time.
+HOVER_STYLE = Markup(
+    "<style>[data-said]:hover{background:rgba(128,128,128,.18)}"
+    "[data-said]:hover::after{content:attr(data-said);position:absolute;z-index:1;top:100%;left:0;"
+    "right:0;font-size:11px;line-height:14px;text-align:right;white-space:normal;background:"
+    "var(--jp-layout-color0,var(--vscode-editor-background,Canvas))}</style>"
 )
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # Pixels of a saved chart: its height, and the height of the box in that.
@@ -102,13 +117,14 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """A curve's path in units of its box, its range of steps, and labels by their position."""
+    """Paths in units of their box, its range of steps and values, labels by their position."""
 
-    path: str
+    paths: Sequence[tuple[str, Mapping[str, str | float]]]
     first: float
     last: float
+    low: float
+    high: float
     labels: Mapping[str, str]
-    others: str = ""
 
     @property
     def left(self) -> int:
@@ -117,10 +133,9 @@ class _Drawn:
 
     def box(self, **attributes: str | float) -> Markup:
         """Return an ``<svg>`` that stretches with the page while its line keeps its width."""
-        pale = {"stroke": _GREY, "opacity": 0.7, "stroke_width": 1}
         lines = [
             element("path", d=path, vector_effect="non-scaling-stroke", **look)
-            for path, look in ((self.others, pale), (self.path, {"stroke": _BLUE}))
+            for path, look in self.paths
             if path
         ]
         return element(
@@ -142,16 +157,18 @@ def _draw(
     *,
     is_log: bool = False,
     others: Sequence[Sequence[Point]] = (),
+    most_of_others: int = _MAX_POINTS_TOGETHER,
+    colours: Sequence[str] = (),
 ) -> _Drawn:
     """Draw points, at least one, in order of steps; what is not finite makes a gap.
 
-    ``others`` are further curves on the same scale, of which those that leave the chart lie on its
-    edge.
+    ``others`` are further curves on the same scale. With ``colours`` each curve has its own; else
+    the others are pale, and those that leave the chart lie on its edge.
     """
     scale = math.log10 if is_log else float
     every = [*points, *(point for each in others for point in each)]
     first, last = min(every)[0], max(every)[0]
-    low, high = _range(points, every)
+    low, high = _range(every if colours else points, every)
     is_flat = low == high
     bottom, top = (0.0, 0.0) if is_flat else (scale(low), scale(high))
 
@@ -173,13 +190,18 @@ def _draw(
     if any(math.isfinite(y) for _, y in every):
         texts = _labels(low, high)
         labels = {"middle": texts[0]} if is_flat else {"top": texts[1], "bottom": texts[0]}
-    share = max(4, _MAX_POINTS_TOGETHER // max(1, len(others)))
+    share = max(4, most_of_others // max(1, len(others)))
+    further = [path_of(each, min(limit, share)) for each in others]
+    looks = [{"stroke": colour} for colour in colours or COLOURS]
+    behind = [*zip(further, looks[1:], strict=True)] if colours else [("".join(further), _PALE)]
     return _Drawn(
-        path=path_of(points, limit),
+        # The first one last, which lies above the others.
+        paths=[*behind[::-1], (path_of(points, limit), looks[0])],
         first=first,
         last=last,
+        low=low,
+        high=high,
         labels=labels,
-        others="".join(path_of(each, min(limit, share)) for each in others),
     )
 
 
@@ -218,21 +240,35 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def saved_chart(
-    points: Sequence[Point], *, alt: str, others: Sequence[Sequence[Point]] = ()
+    curves: Mapping[str, Sequence[Point]],
+    *,
+    alt: str,
+    colours: Mapping[str, str] | None = None,
+    num_charts: int = 1,
+    is_live: bool = False,
 ) -> Markup:
-    """Return a chart for saved notebooks: an ``<img>`` of the labels beside one of the curve.
+    """Return a chart for saved notebooks: an ``<img>`` of the labels beside one of the curves.
 
-    ``others``, the curves of other runs, are pale.
+    Args:
+        curves: points, at least one, by what their run is called on hover; "" for a single run.
+        colours: those of the curves; None: those after the first are pale.
+        num_charts: so many share the bytes of a message.
+        is_live: it is drawn anew all the time, at which the browser's own ``title`` vanishes: what
+            it says is shown by :data:`HOVER_STYLE`. No image, but an inline SVG.
     """
-    drawn = _draw(points, others=others[:_MAX_TOGETHER])
+    curves = dict(islice(curves.items(), _MAX_TOGETHER // num_charts))
+    points, *others = curves.values()
+    most = _MAX_POINTS_TOGETHER if num_charts == 1 else _MAX_POINTS_SHARED // num_charts
+    limit = min(_MAX_POINTS, most // (len(curves) if colours else min(len(curves), 2)))
+    own = [colours[name] for name in curves] if colours else ()
+    drawn = _draw(points, limit, others=others, most_of_others=most - limit, colours=own)
     heights = {
         "top": _TOP * _BOX / _HEIGHT,
         "middle": _BOX / 2,
         "bottom": _BOTTOM * _BOX / _HEIGHT,
     }
-    grid = [
-        element("line", x2="100%", y1=y, y2=y, stroke=_GREY, opacity=0.35) for y in heights.values()
-    ]
+    lines = (element("line", x2="100%", y1=f"{y:.1f}", y2=f"{y:.1f}") for y in heights.values())
+    grid = element("g", *lines, stroke=_GREY, opacity=0.35)
     labels = [
         _text(text, drawn.left - 6, heights[at] + 4, "end") for at, text in drawn.labels.items()
     ]
@@ -242,28 +278,46 @@ def saved_chart(
         first = _text(wording.count(drawn.first), 0, foot, "start")
         steps = [first, _text(end, "100%", foot, "end")]
     box = drawn.box(width="100%", height=_BOX)
+    draw = _inline if is_live else _image
     rest = f"width:calc(100% - {drawn.left}px)"
     images = [
-        _image(labels, alt="", width=drawn.left, style=f"width:{drawn.left}px"),
-        _image([*grid, box, *steps], alt=alt, width=_WIDTH, style=rest),
+        draw(labels, alt="", width=drawn.left, style=f"width:{drawn.left}px"),
+        draw([grid, box, *steps], alt=alt, width=_WIDTH, style=rest),
     ]
     # Over the image: what lies inside of one hears no mouse.
-    hover = (element("span", title=text, style="flex:1") for text in _texts(points, drawn))
+    columns, rows = min(_STRIPES, _MAX_STRIPES // num_charts), 1
+    if len(curves) > _MAX_SAID:
+        columns, rows = _GRID if num_charts == 1 else (4, 3)
+    kind = "data_said" if is_live else "title"
+    texts = iter(_texts(curves, drawn, columns, rows))
+    hover = (
+        element(
+            "div",
+            *(element("span", style="flex:1", **{kind: next(texts)}) for _ in range(columns)),
+            style=f"display:flex;height:{_BOX / rows:.0f}px",
+        )
+        for _ in range(rows)
+    )
     place = f"position:absolute;top:0;left:{drawn.left}px;right:0;height:{_BOX}px"
-    over = element("div", *hover, style=f"display:flex;{place}")
+    over = element("div", *hover, style=place)
     return element("div", *images, over, style="position:relative;white-space:nowrap;line-height:0")
 
 
+def _svg(parts: Sequence[Markup], **attributes: str | int) -> Markup:
+    return element("svg", *parts, height=_SAVED_HEIGHT, font_size="11", fill=_GREY, **attributes)
+
+
+def _inline(parts: Sequence[Markup], *, alt: str, style: str, **_: int) -> Markup:
+    """Return what :func:`_image` does: an image would blink each time that it is drawn anew."""
+    return _svg(parts, role="img", aria_label=alt, style=style)
+
+
 def _image(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Markup:
-    svg = element(
-        "svg",
-        *parts,
+    svg = _svg(
+        parts,
         xmlns="http://www.w3.org/2000/svg",
         width="100%",
-        height=_SAVED_HEIGHT,
         font_family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
-        font_size="11",
-        fill=_GREY,
     )
     return element(
         "img",
@@ -276,7 +330,7 @@ def _image(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Mark
 
 
 def _text(text: str, x: float | str, y: float, anchor: str) -> Markup:
-    return element("text", text, x=x, y=y, text_anchor=anchor)
+    return element("text", text, x=x, y=round(y), text_anchor=anchor)
 
 
 # ---- of the live panel ---------------------------------------------------------------------
@@ -343,7 +397,8 @@ def _card(
     line, raw = (_smoothed(points, smoothing), [points]) if smoothing else (points, [])
     drawn = _draw(line, limit, is_log=is_log and can_be_log, others=raw)
     # Invisible, of the page's own: the browser's ``title`` vanishes at each drawing.
-    hover = [element("i", element("span", text)) for text in _texts(line, drawn, num_stripes)]
+    texts = _texts({"": line}, drawn, num_stripes)
+    hover = [element("i", element("span", text)) for text in texts]
     hover += _marks(curve, drawn)
     steps = f"{drawn.first:.0f} {drawn.last:.0f}"
     plot = _plot(drawn, element("div", *hover, class_="na-stripes", data_steps=steps), note)
@@ -377,30 +432,12 @@ def render_together(title: str, curves: Mapping[str, Sequence[Point]]) -> Markup
         title: what stands above the chart.
         curves: points, at least one, by what a run is called on hover.
     """
-    curves = dict([*curves.items()][:_MAX_TOGETHER])
+    curves = dict(islice(curves.items(), _MAX_TOGETHER))
     points, *others = curves.values()
     drawn = _draw(points, others=others)
-    low, high = _range(points, [point for each in curves.values() for point in each])
-    columns, rows = _GRID
-    there: list[dict[str, Point]] = []
-    for column in range(columns):
-        x = drawn.first + (drawn.last - drawn.first) * (column + 0.5) / columns
-        seen = {
-            name: _nearest(curve, x)
-            for name, curve in curves.items()
-            if curve[0][0] <= x <= curve[-1][0]
-        }
-        there.append({name: point for name, point in seen.items() if math.isfinite(point[1])})
-    cells = []
-    # In places of a grid: a curve is too thin to point at.
-    for row in range(rows):
-        up = 1 - (row + 0.5) / rows
-        for seen in there:
-            far = {name: abs(_share(y, low, high) - up) for name, (_, y) in seen.items()}
-            name = min(far, key=far.__getitem__, default="")
-            text = f"{name}: {wording.number(seen[name][1])}" if name else ""
-            cells.append(element("i", element("span", text) if text else ""))
-    grid = element("div", *cells, class_="na-stripes na-grid", style=f"--columns:{columns}")
+    texts = _texts(curves, drawn, *_GRID)
+    cells = [element("i", element("span", text) if text else "") for text in texts]
+    grid = element("div", *cells, class_="na-stripes na-grid", style=f"--columns:{_GRID[0]}")
     head = element("div", element("span", title, class_="na-name"), class_="na-chart-head")
     return element("div", head, _plot(drawn, grid, Markup("")), class_="na-chart na-together")
 
@@ -433,14 +470,42 @@ def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
     return result
 
 
-def _texts(points: Sequence[Point], drawn: _Drawn, number: int = _STRIPES) -> list[str]:
-    """Return step and value as a text for each of ``number`` equal parts of a chart's width."""
+def _texts(
+    curves: Mapping[str, Sequence[Point]], drawn: _Drawn, columns: int = _STRIPES, rows: int = 1
+) -> list[str]:
+    """Return what is below the pointer in each place of a grid, from the top, row by row.
+
+    In a single row it is a step with the values of all curves, in several the nearest curve, since
+    one is too thin to point at.
+    """
+    ends = {name: (min(curve)[0], max(curve)[0]) for name, curve in curves.items()}
+    there: list[dict[str, Point]] = []
+    for column in range(columns):
+        x = drawn.first + (drawn.last - drawn.first) * (column + 0.5) / columns
+        near = [name for name, (first, last) in ends.items() if first <= x <= last]
+        there.append({name: _nearest(curves[name], x) for name in near})
+    if rows == 1:
+        return [_said_of(seen) for seen in there]
     texts = []
-    for index in range(number):
-        middle = drawn.first + (drawn.last - drawn.first) * (index + 0.5) / number
-        step, value = _nearest(points, middle)
-        texts.append(f"step {wording.count(round(step))}: {wording.number(value)}")
+    for row in range(rows):
+        up = 1 - (row + 0.5) / rows
+        for seen in there:
+            far = {
+                name: abs(_share(y, drawn.low, drawn.high) - up)
+                for name, (_, y) in seen.items()
+                if math.isfinite(y)
+            }
+            name = min(far, key=far.__getitem__, default="")
+            texts.append(f"{name}: {wording.number(seen[name][1])}" if name else "")
     return texts
+
+
+def _said_of(seen: Mapping[str, Point]) -> str:
+    values = ", ".join(
+        f"{one_line(name, _MAX_NAME)} {wording.number(y)}".strip() for name, (_, y) in seen.items()
+    )
+    step = next((step for step, _ in seen.values()), 0.0)
+    return f"step {wording.count(round(step))}: {values}" if seen else ""
 
 
 def _marks(curve: Curve, drawn: _Drawn) -> list[Markup]:

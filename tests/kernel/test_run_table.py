@@ -74,8 +74,8 @@ def test_runs_and_comparisons_are_shown_as_tables(
         assert html.count("<tr>") == 4
         # Failures are red, and a curve has the run's colour in compare().
         assert "<td style='color:#cf4f57'>✗ failed</td>" in html
-        assert "<td style='color:#1f77b4'>█▁▃▆</td>" in html
-        assert "<td style='color:#ff7f0e'>█▁▃▆</td>" in html
+        assert "<td style='color:#2f86d6'>█▁▃▆</td>" in html
+        assert "<td style='color:#d9730d'>█▁▃▆</td>" in html
         table, _ = shown("runs(sort='lr', mode='max')")
         assert [row[0] for row in cells(table)] == ["run", "lr 0.1", "lr 0.01", "fails"]
         # The best of what it is sorted by is the one that was asked for.
@@ -94,10 +94,14 @@ def test_runs_and_comparisons_are_shown_as_tables(
         notebook.kernel.client.wait_for_ready(timeout=60)
         notebook.run("from notebook_accel import compare, runs\nold = runs(everywhere=True)")
         assert shown("old") == (text, html)
-        table, _ = shown("compare(old[:2])")
+        text, _ = shown("compare(old[:2])")
+        charts, _, table = text.partition("\n\n")
+        assert cells(charts)[0] == ["loss", "lr 0.01 (lr=0.01)", "█▁▃▆", "0.375"]
         assert [row[0] for row in cells(table)] == ["run", "lr 0.01", "lr 0.1"]
-        table, _ = shown("compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
+        text, _ = shown("compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
+        table = text.partition("\n\n")[2]
         assert [row[0] for row in cells(table)] == ["run", "slow", "fast"]
         assert cells(table)[1][5:7] == ["0.375", "0.125"]
-        axes = "[axis.get_title() for axis in compare(*old[:2], names=['lr'])]"
+        drawn = "compare(*old[:2], names=['lr'], backend='matplotlib')"
+        axes = f"[axis.get_title() for axis in {drawn}]"
         assert notebook.run(f"print({axes})") == "['lr']\n"

@@ -15,7 +15,7 @@ from notebook_accel.notebook import metrics_view
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
-from notebook_accel.render.charts import render_charts, saved_chart, thin_out
+from notebook_accel.render.charts import COLOURS, render_charts, saved_chart, thin_out
 from notebook_accel.render.markup import message_bytes
 from tests.notebook.widgets import field, part
 from tests.render.test_markup import HOSTILE, Tags
@@ -50,8 +50,8 @@ def labels(image: ET.Element) -> list[str | None]:
 
 def test_a_chart_is_an_image_with_labels() -> None:
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
-    markup = saved_chart(curve, alt="loss: 1 → 0.02")
-    assert Tags(markup).tags == ["div", "img", "img", "div"] + ["span"] * 20
+    markup = saved_chart({"": curve}, alt="loss: 1 → 0.02")
+    assert Tags(markup).tags == ["div", "img", "img", "div", "div"] + ["span"] * 20
     alts = [value for name, value in Tags(markup).attributes if name == "alt"]
     assert alts == ["", "loss: 1 → 0.02"], "the labels say nothing to those who cannot see them"
     image = image_of(markup)
@@ -65,7 +65,7 @@ def test_a_chart_is_an_image_with_labels() -> None:
 
 @pytest.mark.parametrize("most", [1e9, 1.7e308, 5e-324])
 def test_every_point_lies_inside_of_the_image(most: float) -> None:
-    image = image_of(saved_chart([(0, -most), (5, most), (9, 0.0)], alt=""))
+    image = image_of(saved_chart({"": [(0, -most), (5, most), (9, 0.0)]}, alt=""))
     # Of the box that stretches with the page, beside which the labels stand.
     (box,) = (found for found in tags(image, "svg") if "viewBox" in found.attrib)
     width, height = map(float, box.attrib["viewBox"].split()[2:])
@@ -80,7 +80,7 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
     points = [(float(x), float(x)) for x in range(10)]
     points[4] = (4.0, math.nan)
     points[8] = (8.0, math.inf)
-    image = image_of(saved_chart(points, alt=""))
+    image = image_of(saved_chart({"": points}, alt=""))
     (line,) = tags(image, "path")
     pieces = line.attrib["d"].split("M")[1:]
     assert [len(piece.split()) for piece in pieces] == [4, 3, 1]
@@ -90,18 +90,18 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
 @pytest.mark.parametrize("number", [100, 5_000])
 def test_the_axis_goes_to_the_last_step_that_was_logged(number: int) -> None:
     points = [(float(x), 1 / (x + 1) if x < 40 else math.nan) for x in range(number)]
-    image = image_of(saved_chart(points, alt=""))
+    image = image_of(saved_chart({"": points}, alt=""))
     assert labels(image)[-2:] == ["0", f"step {number - 1:,}"]
-    none = image_of(saved_chart([(x, math.nan) for x, _ in points], alt=""))
+    none = image_of(saved_chart({"": [(x, math.nan) for x, _ in points]}, alt=""))
     assert labels(none) == ["0", f"step {number - 1:,}"]
     assert not tags(none, "path")
 
 
 def test_a_flat_curve_and_a_single_point_are_image_of() -> None:
-    flat = image_of(saved_chart([(0.0, 3.0), (1.0, 3.0)], alt=""))
+    flat = image_of(saved_chart({"": [(0.0, 3.0), (1.0, 3.0)]}, alt=""))
     assert tags(flat, "path")
     assert labels(flat) == ["3", "0", "step 1"]
-    (point,) = tags(image_of(saved_chart([(4.0, 3.0)], alt="")), "path")
+    (point,) = tags(image_of(saved_chart({"": [(4.0, 3.0)]}, alt="")), "path")
     assert point.attrib["d"].endswith("h0")
 
 
@@ -301,7 +301,7 @@ def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
     ],
 )
 def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str]) -> None:
-    image = image_of(saved_chart([(0, low), (1, high)], alt=""))
+    image = image_of(saved_chart({"": [(0, low), (1, high)]}, alt=""))
     assert sorted(labels(image)[:2], key=str) == sorted(texts)
 
 
@@ -315,7 +315,7 @@ def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str
 )
 def test_a_label_is_short_and_never_cut(low: float, high: float, text: str) -> None:
     points = [(0, low), (1, high)]
-    saved = image_of(saved_chart(points, alt=""))
+    saved = image_of(saved_chart({"": points}, alt=""))
     assert text in labels(saved)
     (anchor,) = (float(one.attrib["x"]) for one in tags(saved, "text") if one.text == text)
     # A digit of the saved chart's font takes some six pixels, and of the live chart's less.
@@ -351,3 +351,19 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     view.draw(curves, now=40.0)
     label = field(view.box, "Which metrics").options[-1][0]
     assert (label[:8], label[-6:], len(label)) == ("longlong", "…/ (1)", 45)
+
+
+@pytest.mark.parametrize("num_runs", [1, 3, 10, 100])
+def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs: int) -> None:
+    labels = [f"<b> (lr=0.{number})" for number in range(num_runs)]
+    curves = {
+        label: [(7.0 * x, math.sin(x) + number) for x in range(500)]
+        for number, label in enumerate(labels)
+    }
+    colours = dict(zip(labels, COLOURS, strict=False)) if num_runs in range(2, 11) else None
+    chart = saved_chart(curves, alt="loss", colours=colours, num_charts=6, is_live=True)
+    assert 6 * message_bytes(chart) < 20_000
+    assert {"b", "script"}.isdisjoint(Tags(chart).tags)
+    # Pale ones are a single path.
+    assert Tags(chart).tags.count("path") == (num_runs if num_runs < 11 else 2)
+    assert len(re.findall("data-said='[^']", chart)) >= 8

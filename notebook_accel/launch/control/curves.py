@@ -175,6 +175,16 @@ class Curve:
         return before + points + after
 
 
+def to_draw(names: Iterable[str]) -> list[str]:
+    """Leave out a knob's own values, unless there is no other chart for its marks."""
+    names = list(names)
+    return _without_knobs(names) or names
+
+
+def _without_knobs(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith(_KNOB)]
+
+
 class LiveCurves:
     """The curves of all metrics and ranks of a running run, in the order of their first values.
 
@@ -205,20 +215,14 @@ class LiveCurves:
                 self._curves[name] = {**(by_rank or {}), rank: curve}
             curve.add(step, value)
             if name.startswith(_KNOB):
-                for other in self._charted():
+                for other in _without_knobs(self._curves):
                     for each in self._curves[other].values():
                         each.mark(name.removeprefix(_KNOB), value)
 
     @property
     def names(self) -> list[str]:
-        """The names of the metrics to draw, in the order in which they were first logged.
-
-        A knob's own values are among them only while there is no other chart for its marks.
-        """
-        return self._charted() or list(self._curves)
-
-    def _charted(self) -> list[str]:
-        return [name for name in self._curves if not name.startswith(_KNOB)]
+        """The names of the metrics to draw, in the order in which they were first logged."""
+        return to_draw(self._curves)
 
     def of(self, name: str) -> dict[int, Curve]:
         return dict(sorted(self._curves[name].items()))

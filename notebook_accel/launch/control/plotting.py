@@ -55,7 +55,7 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
 
 
 def plot_together(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str], colours: Sequence[str]
 ) -> list[Axes]:
     """Draw each metric of several runs in axes of its own; return the axes."""
     curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
@@ -66,9 +66,20 @@ def plot_together(
             for number, points in enumerate(found.get(name, {}).values()):
                 # One entry in the legend for all ranks of a run.
                 text = label if number == 0 else None
-                axis.plot(*zip(*points, strict=True), color=f"C{index}", label=text)
+                colour = colours[index % len(colours)]
+                axis.plot(*zip(*points, strict=True), color=colour, label=text)
         axis.legend()
     return [axis for _, axis in drawn]
+
+
+def chosen(known: Iterable[str], names: Sequence[str], *, of: str) -> list[str]:
+    """Return ``names``, or all that are known; ConfigError for one that is not."""
+    known = list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        logged = ", ".join(map(repr, known)) or "none"
+        raise ConfigError(f"no metric is called {unknown[0]!r}; {of} logged {logged}")
+    return list(names) or known
 
 
 def _axes(
@@ -79,12 +90,7 @@ def _axes(
         from matplotlib import pyplot as plt
     except ImportError:
         raise ImportError(f"{caller} needs matplotlib: pip install matplotlib") from None
-    known = list(known)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        logged = ", ".join(map(repr, known)) or "none"
-        raise ConfigError(f"no metric is called {unknown[0]!r}; {of} logged {logged}")
-    shown = list(names) or known
+    shown = chosen(known, names, of=of)
     if not shown:
         return []
     # Two in a row: a page shrinks a wider figure until nobody can read it.

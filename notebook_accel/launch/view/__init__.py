@@ -14,7 +14,7 @@ calls go through :class:`GuardedView`, so that an error in a view ends no traini
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +87,15 @@ class View:
     def show_displays(self, run: Run, rank: int) -> None:
         """Show the figures and other rich output that one rank displayed (``run.show(rank)``)."""
 
+    def charts_of(self, run: Run, names: Sequence[str]) -> Any:
+        """Return charts of metrics (``run.plot()``); None where only matplotlib has a place."""
+
 
 class GuardedView(View):
     """Wraps a view so that its errors end no training: the first error of each method is logged.
 
-    Only ``reopen`` and ``show_displays`` may raise: the user asks for them (``run.show()``), and
-    no run depends on them.
+    Only ``reopen``, ``show_displays`` and ``charts_of`` may raise: the user asks for them
+    (``run.show()``), and no run depends on them.
     """
 
     def __init__(self, view: View) -> None:
@@ -100,7 +103,7 @@ class GuardedView(View):
         for name in vars(View):
             if not name.startswith("_"):
                 method = getattr(view, name)
-                is_as_it_is = name in ("is_shown", "reopen", "show_displays")
+                is_as_it_is = name in ("is_shown", "reopen", "show_displays", "charts_of")
                 setattr(self, name, method if is_as_it_is else partial(self.guard, method))
 
     def guard(self, method: Callable[..., None], *args: Any) -> None:

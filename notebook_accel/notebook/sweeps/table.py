@@ -147,9 +147,8 @@ def as_bundle(
     table = element("table", _head(head, _CELL), element("tbody", *found), style="margin:0")
     parts: list[Markup | str] = [element("b", title)]
     if curves := _curves(trials):
-        best, *others = curves.values()
         words = _title(curves, metric)
-        chart = saved_chart(best, alt=words, others=others)
+        chart = saved_chart(curves, alt=words)
         parts += [element("div", words, style="opacity:.65;margin-top:6px"), chart]
     parts += [element("div", table, style=_SCROLLS)] if body else []
     parts += [element("div", note) for note in notes]

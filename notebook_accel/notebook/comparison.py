@@ -1,0 +1,226 @@
+"""The charts of ``compare()`` and ``run.plot()``: those of a summary, live while a run trains.
+
+    curves in memory of a run that goes on --+
+    metrics.jsonl of one that has ended -----+--> Charts --> a slot in the cell's output
+
+A thread draws the slot anew once a second, and ends with the last of the runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from notebook_accel.launch.control.curves import Curve, mode_of, to_draw
+from notebook_accel.launch.control.metrics_file import MetricReader
+from notebook_accel.launch.control.plotting import chosen
+from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.launch.view import GuardedView, View
+from notebook_accel.launch.view.progress import name_of
+from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
+from notebook_accel.notebook.snapshot import FONT, MAX_PLOTS, MUTED, NO_MATHS, draw_metrics
+from notebook_accel.render.charts import COLOURS, HOVER_STYLE, sparkline
+from notebook_accel.render.markup import element
+
+_DRAW_SECONDS = 1.0
+# Of a curve that is a cell of a table; runs whose curves are kept for that once they have ended.
+_STRETCHES = 32
+_MAX_RUNS = 256
+_MAX_LABEL = 60
+
+
+class Charts:
+    """Charts of the metrics of some runs; a notebook shows them, and follows runs that go on.
+
+    Args:
+        runs: (label, run) pairs. Up to ten have a colour each; of more the best is in colour.
+        names: the metrics to draw; empty for all.
+        of: whose metrics they are, for errors.
+        table: what is shown below, by its ``repr`` or as HTML.
+
+    Raises:
+        ConfigError: all runs have ended, and none has logged one of ``names``.
+        FileNotFoundError: a run was deleted from disk.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[str, Run]],
+        names: Sequence[str] = (),
+        *,
+        of: str,
+        table: Any = None,
+    ) -> None:
+        for _, run in runs:
+            call_of(run).folder.check()
+        self._runs, self._names, self._table = _called(runs), names, table
+        self._ended: dict[str, dict[str, Curve]] = {}
+        if not self._is_live:
+            chosen(self._curves(()), names, of=of)
+
+    @property
+    def _is_live(self) -> bool:
+        return any(call_of(run).curves is not None for run in self._runs.values())
+
+    def _curves(self, names: Sequence[str]) -> dict[str, dict[str, Curve]]:
+        """Return the curves by metric and run, of ``names`` or all."""
+        found: dict[str, dict[str, Curve]] = {}
+        for label, run in self._runs.items():
+            # Asked before they are read: nothing comes after.
+            has_ended = call_of(run).ended.is_set()
+            curves = self._ended.get(label) or curves_of(run, in_detail=True)
+            if has_ended:
+                self._ended[label] = curves
+            for name, curve in curves.items():
+                found.setdefault(name, {})[label] = curve
+        return {name: found[name] for name in names or to_draw(found) if name in found}
+
+    def _bundle(self, *, is_live: bool = False) -> dict[str, str]:
+        metrics = self._curves(self._names)
+        rows = [
+            [name_of(name), label, sparkline(curve.points()), wording.number(curve.last)]
+            for name, curves in metrics.items()
+            for label, curve in curves.items()
+        ]
+        rows = [[name, *rest] for name, _, *rest in rows] if len(self._runs) == 1 else rows
+        text = wording.aligned(rows) if rows else ["no metric is logged yet"]
+        table = [] if self._table is None else ["", repr(self._table)]
+        return {
+            "text/plain": "\n".join([*text, *table]),
+            "text/html": self._html(metrics, is_live=is_live),
+        }
+
+    def _html(self, metrics: Mapping[str, Mapping[str, Curve]], *, is_live: bool) -> str:
+        # A run keeps its colour in a chart that lacks another one.
+        colours = dict(zip(self._runs, COLOURS, strict=False))
+        is_each_in_colour = len(self._runs) in range(2, len(COLOURS) + 1)
+        is_single = len(self._runs) == 1
+        shown = {}
+        for name, curves in [*metrics.items()][:MAX_PLOTS]:
+            ordered = _best_first(name, curves) if len(curves) > len(COLOURS) else curves.items()
+            shown[name] = {"" if is_single else label: each.points() for label, each in ordered}
+        legend = [
+            element("span", element("b", "━ ", style=f"color:{colour}"), label)
+            for label, colour in colours.items()
+        ]
+        row = "display:flex;flex-wrap:wrap;gap:2px 16px"
+        rest = ", ".join(map(repr, [*metrics][MAX_PLOTS:]))
+        more = f"further metrics: {one_line(rest, 400)}; names=[...] chooses" if rest else ""
+        parts = [
+            HOVER_STYLE if is_live else "",
+            element("div", *legend, style=row) if is_each_in_colour else "",
+            draw_metrics(
+                shown,
+                colours=colours if is_each_in_colour else None,
+                num_charts=max(1, len(shown)),
+                is_live=is_live,
+            )
+            if shown
+            else element("div", "no metric is logged yet"),
+            element("div", more, style=MUTED) if more else "",
+        ]
+        frame = element("div", *parts, class_=NO_MATHS, style=f"max-width:1000px;{FONT}")
+        # As text: Markup would escape what it is added to.
+        return str(frame) + (self._table._repr_html_() if self._table is not None else "")
+
+    def __repr__(self) -> str:
+        return self._bundle()["text/plain"]
+
+    def _repr_html_(self) -> str:
+        return self._bundle()["text/html"]
+
+    def _ipython_display_(self) -> None:
+        is_live, slot = self._is_live, DisplaySlot()
+        slot.show(self._bundle(is_live=is_live))
+        if is_live:
+            start_thread(partial(self._follow, slot), name="notebook-accel-charts")
+
+    def _follow(self, slot: DisplaySlot) -> None:
+        is_live, guard = True, GuardedView(View()).guard
+        while is_live:
+            time.sleep(_DRAW_SECONDS)
+            # Asked before it is drawn: nothing comes after.
+            is_live = self._is_live
+            guard(self._draw, slot, is_live)
+
+    def _draw(self, slot: DisplaySlot, is_live: bool) -> None:
+        slot.show(self._bundle(is_live=is_live))
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Return of each run the arguments that are not those of all others, as text."""
+    parts = [re.split(r", (?=\w+=)", run.state.arguments) for run in runs]
+    return [
+        ", ".join(part for part in own if not all(part in other for other in parts))
+        for own in parts
+    ]
+
+
+def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:
+    """Return what the legend calls each run: by its label, and the arguments that differ."""
+    names = [label.removesuffix(f" ({run.id})") for label, run in runs]
+    texts = []
+    for name, about in zip(names, differing([run for _, run in runs]), strict=True):
+        # The name of one function says nothing of its runs, and that of a clone is what differs.
+        is_enough = about in ("", name) or len({*names}) == 1
+        texts.append((about or name) if is_enough else f"{name} ({about})")
+    return {
+        one_line(text if texts.count(text) == 1 else f"{label} ({run.id})", _MAX_LABEL): run
+        for text, (label, run) in zip(texts, runs, strict=True)
+    }
+
+
+def _best_first(name: str, curves: Mapping[str, Curve]) -> list[tuple[str, Curve]]:
+    """Return the curves of a metric, the one with the best value first if its name says which."""
+    mode = mode_of(name)
+    sign = -1 if mode == "max" else 1
+
+    def place(item: tuple[str, Curve]) -> float:
+        best = best_of(item[1], mode)
+        return math.inf if best is None else sign * best
+
+    return sorted(curves.items(), key=place)
+
+
+def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
+    """Return the curves of rank 0 by the metrics' names.
+
+    Those of an ended run are read once for a table, which needs less of them (``in_detail``).
+    """
+    call = call_of(run)
+    live = call.curves
+    if live is not None:
+        return {name: curve for name in live.names if (curve := live.of(name).get(0)) is not None}
+    call.metrics.flush()
+    if in_detail:
+        return _read_curves.__wrapped__(call.folder.path)
+    read = _read_curves if call.ended.is_set() else _read_curves.__wrapped__
+    return read(call.folder.path, _STRETCHES)
+
+
+@lru_cache(maxsize=_MAX_RUNS)
+def _read_curves(folder: Path, *stretches: int) -> dict[str, Curve]:
+    found: dict[str, Curve] = {}
+    try:
+        rows = MetricReader(folder).sample()
+    except OSError:  # of many runs all others are shown
+        return {}
+    for row in rows:
+        if row["rank"] == 0:
+            found.setdefault(row["name"], Curve(*stretches)).add(row["step"], row["value"])
+    return found
+
+
+def best_of(curve: Curve | None, mode: str | None) -> float | None:
+    """Return the lowest or highest value that is finite; None without one, or without a mode."""
+    values = [y for _, y in curve.points() if math.isfinite(y)] if curve is not None else []
+    if mode is None or not values:
+        return None
+    return min(values) if mode == "min" else max(values)

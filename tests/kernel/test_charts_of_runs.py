@@ -1,0 +1,121 @@
+"""``compare()`` and ``run.plot()`` in a kernel: the panel's own charts, live while a run trains."""
+
+from __future__ import annotations
+
+import html
+import re
+from base64 import b64decode
+from typing import TYPE_CHECKING, Any
+
+from tests.kernel.notebooks import Notebook, open_notebook
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRAIN = """
+import pathlib, threading, time
+from notebook_accel import Accelerator, compare, notebook_launcher, runs
+
+def train(lr, width, end=None):
+    accelerator = Accelerator()
+    for step in range(1000):
+        accelerator.log({"loss": lr / (step + 1), "<b>": float("nan")}, step=step)
+        if end is None and step > 8 or end is not None and pathlib.Path(end).exists():
+            return
+        time.sleep(0 if end is None else 0.05)
+
+def followers():
+    return sum(thread.name == "notebook-accel-charts" for thread in threading.enumerate())
+"""
+
+
+def shown(notebook: Notebook, code: str) -> dict[str, Any]:
+    """The one output of a cell, which changes as the display is updated."""
+    reply = notebook.finish(notebook.start(code))
+    assert reply.status == "ok", "\n".join(reply.traceback)
+    (output,) = reply.outputs
+    return output
+
+
+def images(page: str) -> list[str]:
+    """The SVG of each image, or of each part that is drawn anew all the time."""
+    found = re.findall(r"base64,([\w+/=]+)", page)
+    return [b64decode(each).decode() for each in found] or page.split("<svg height='112'")
+
+
+def strokes(page: str) -> list[list[str]]:
+    """The colours of the curves of each chart."""
+    found = [re.findall(r"<path[^>]*stroke='(#\w+)'", image) for image in images(page)]
+    return [colours for colours in found if colours]
+
+
+def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(tmp_path: Path) -> None:
+    with open_notebook() as notebook:
+        kernel = notebook.kernel
+        notebook.run(TRAIN)
+        notebook.run("old = notebook_launcher(train, (0.5, 8), 1)")
+        end = tmp_path / "end"
+        launch = f"notebook_launcher(train, (0.25, 8, {str(end)!r}), 1, block=False)"
+        notebook.run(f"live = {launch}")
+        output = shown(notebook, "compare(old, live)")
+        # It may not have logged yet.
+        is_overlaid = lambda: [*map(len, strokes(output["data"]["text/html"]))] == [2]  # noqa: E731
+        assert kernel.listen_until(is_overlaid, seconds=30)
+        first = output["data"]["text/html"]
+        # A colour a run; what differs is in the legend, and what does not is not.
+        assert strokes(first) == [["#d9730d", "#2f86d6"]]
+        legend = html.unescape(first.partition("<svg")[0])
+        assert "lr=0.5" in legend
+        assert "lr=0.25" in legend
+        assert "width=8" not in legend
+        assert "<script" not in first
+        assert first.count("<tr>") == 3
+        assert "<b>&lt;b&gt;</b>" in first
+        assert len(first) < 20_000
+        assert "step" in first.partition("position:absolute")[2]
+
+        def steps() -> int:
+            text = " ".join(images(output["data"]["text/html"]))
+            return max(int(step) for step in re.findall(r">step (\d+)<", text))
+
+        before = steps()
+        assert kernel.listen_until(lambda: steps() > before, seconds=30), "the chart is not live"
+        num = sum(seen.kind == "update_display_data" for seen in kernel.seen)
+        kernel.listen_until(lambda: False, seconds=3)
+        updates = sum(seen.kind == "update_display_data" for seen in kernel.seen) - num
+        # Those of the run's own panel, and these: not more than a few times a second.
+        assert 1 <= updates < 15
+        assert notebook.run("print(followers())") == "1\n"
+        end.touch()
+        have_ended = lambda: output["data"]["text/html"].count("✓ succeeded") == 2  # noqa: E731
+        assert kernel.listen_until(have_ended, seconds=30)
+        kernel.listen_until(lambda: False, seconds=1.5)
+        assert notebook.run("print(followers())") == "0\n"
+        last = notebook.run("live.wait(); print(max(row['step'] for row in live.metrics))")
+        assert steps() == int(last)
+
+        text = notebook.run("print(compare(old, live, names=['loss']))").splitlines()
+        assert re.match(r"loss +lr=0.5 +█▄▃", text[0])
+        # One run: its values below the pointer, and no legend.
+        page = shown(notebook, "old.plot('loss')")["data"]["text/html"]
+        assert len(strokes(page)) == 1
+        assert "title='step 3: 0.125'" in page
+        assert "lr=" not in page
+        assert "no metric is called 'los'" in notebook.fails("old.plot('los')")
+        assert "no metric is called 'los'" in notebook.fails("compare(old, names=['los'])")
+        assert "backend='plotly'" in notebook.fails("old.plot(backend='plotly')")
+        axes = "old.plot('loss', backend='matplotlib'), compare(old, live, backend='matplotlib')"
+        assert notebook.run(f"print([len(each) for each in ({axes})])").startswith("[1, 2]")
+
+
+def test_of_many_runs_the_best_is_in_colour(tmp_path: Path) -> None:
+    with open_notebook() as notebook:
+        notebook.run(TRAIN)
+        launch = "notebook_launcher(train, (1 / (number + 1), 8), 1, session=True)"
+        notebook.run(f"many = [{launch} for number in range(12)]")
+        page = shown(notebook, "compare(many, names=['loss'])")["data"]["text/html"]
+        (colours,) = strokes(page)
+        assert len(colours) == 2
+        assert colours[0] == "#808080"
+        assert "in colour: 0.0833333" in html.unescape(page.partition("<img")[0])
+        assert len(page.partition("<table")[0]) < 20_000
