@@ -1,7 +1,7 @@
 """Take pictures in a real JupyterLab, with real runs.
 
-    python -m docs.screenshots              those of the pages: a launch, animated, and a hang
-    python -m docs.screenshots --hang       the hang alone
+    python -m docs.screenshots              those of the pages: a launch, animated, and stills
+    python -m docs.screenshots --stills     the stills alone: a hang, a failure and a sweep
     python -m docs.screenshots --all OUT    those to look at after a change of what is drawn
 
 The second ones are of runs with 1, 2, 8 and 64 ranks, of one that hangs, of one in the background
@@ -31,7 +31,7 @@ from tests.notebook.lab import Lab, open_browser, open_lab
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Locator
 
     from tests.notebook.lab import Notebook
 
@@ -106,33 +106,54 @@ def capture(lab: Lab, browser: Browser, theme: str) -> None:
 def capture_hang(lab: Lab, browser: Browser) -> None:
     """Pictures of a cell, and of its panel once that says which rank waits where."""
     setup = f"{SETUP}\nimport time, torch\nfrom notebook_accel import Accelerator"
-    lab.write(
-        "evaluate.ipynb",
-        [setup, EVALUATE, "notebook_launcher(evaluate, num_processes=2, grace=1)"],
-        INSTALLED,
-    )
-    page = lab.open(browser, "evaluate.ipynb", height=HEIGHT)
-    page.hide_sidebar()
-    page.wait_until_idle()
-    page.run_all()
+    launch = "notebook_launcher(evaluate, num_processes=2, grace=1)"
+    page = _open(lab, browser, "evaluate", EVALUATE, launch, setup=setup)
     said = page.output(2).get_by_text("the run hangs").first
     said.wait_for(timeout=60_000)
+    _still(page, "hang", said)
+    page.output(2).get_by_role("button", name="Stop").click()
+    _wait_for_end(page)
+    page.close()
+
+
+def capture_failure(lab: Lab, browser: Browser) -> None:
+    """Pictures of a cell, and of the summary and the error after one of its ranks has failed."""
+    page = _open(lab, browser, "labels", CHECK, "notebook_launcher(check, num_processes=2)")
+    # The cell's error, without its last lines; before it stands the closed fold of the summary.
+    said = page.output(2).locator("pre").nth(1)
+    said.wait_for(timeout=60_000)
+    _still(page, "failure", said, less=86)
+    page.close()
+
+
+def capture_sweep(lab: Lab, browser: Browser) -> None:
+    """Pictures of the panel of a sweep, three of whose trials have ended."""
+    launch = "sweep(train, space, metric='loss', concurrent=2, devices='cpu')"
+    page = _open(lab, browser, "sweep", TRIALS, launch, setup="from notebook_accel import sweep")
+    rows = page.output(2).locator(".na-trials tr")
+    rows.filter(has_text="succeeded").nth(2).wait_for(timeout=120_000)
+    page.page.wait_for_timeout(1500)
+    _still(page, "sweep", page.output(2).locator(".na-trials"), first=2)
+    page.output(2).get_by_role("button", name="Stop", exact=True).first.click()
+    page.output(2).get_by_text("trials ended").first.wait_for(timeout=60_000)
+    page.close()
+
+
+def _still(page: Notebook, name: str, last: Locator, *, first: int = 1, less: int = 0) -> None:
+    """Take pictures in both themes, from cell ``first`` to ``less`` pixels above ``last``'s end."""
     page.page.set_viewport_size({"width": 900, "height": HEIGHT})
     for theme in THEMES:
         page.set_theme(theme)
         page.page.wait_for_timeout(500)
-        begin, end = page.cell(1).bounding_box(), said.bounding_box()
+        begin, end = page.cell(first).bounding_box(), last.bounding_box()
         assert begin is not None
         assert end is not None
-        height = end["y"] + end["height"] + 10 - begin["y"]
+        height = end["y"] + end["height"] + 10 - less - begin["y"]
         clip = {"x": begin["x"], "y": begin["y"], "width": begin["width"], "height": height}
         shot = Image.open(io.BytesIO(page.page.screenshot(clip=clip)))
         shot.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
-            IMAGES / f"hang-{theme}.png", optimize=True
+            IMAGES / f"{name}-{theme}.png", optimize=True
         )
-    page.output(2).get_by_role("button", name="Stop").click()
-    _wait_for_end(page)
-    page.close()
 
 
 # ---- all those to look at ----------------------------------------------------------------------
@@ -169,6 +190,26 @@ def evaluate():
     if not accelerator.is_main_process:
         losses = accelerator.gather(loss)
     time.sleep(60)"""
+CHECK = """\
+def check():
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    labels = [3, 1, 4, 12]
+    with accelerator.split_between_processes(labels) as own:
+        for number, label in enumerate(own):
+            if label > 9:
+                raise ValueError(f"label {label} of sample {number} is no digit")"""
+TRIALS = """\
+import math, time
+space = {"lr": [0.3, 0.1, 0.03], "width": [64, 128]}
+def train(lr, width):
+    from notebook_accel import Accelerator
+    accelerator = Accelerator(cpu=True)
+    for step in range(60):
+        noise = 0.05 * math.sin(step)
+        loss = abs(math.log10(lr) + 1) + 30 / width + 2 * math.exp(-step * lr) + noise
+        accelerator.log({"loss": loss}, step)
+        time.sleep(0.1)"""
 HANG = """
 def hang():
     import time, torch, torch.distributed as dist
@@ -324,8 +365,8 @@ SCENES: dict[str, Callable[[Lab, Browser, Path], None]] = {
 }
 
 
-def _open(lab: Lab, browser: Browser, name: str, *cells: str) -> Notebook:
-    lab.write(f"{name}.ipynb", [SETUP, *cells], INSTALLED)
+def _open(lab: Lab, browser: Browser, name: str, *cells: str, setup: str = SETUP) -> Notebook:
+    lab.write(f"{name}.ipynb", [setup, *cells], INSTALLED)
     page = lab.open(browser, f"{name}.ipynb", height=HEIGHT)
     page.hide_sidebar()
     page.wait_until_idle()
@@ -354,7 +395,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", type=Path, metavar="OUT", help="where all pictures go")
     parser.add_argument("--only", nargs="+", choices=SCENES, default=SCENES, help="which of those")
-    parser.add_argument("--hang", action="store_true", help="of the pages' the hang alone")
+    parser.add_argument("--stills", action="store_true", help="of the pages' the stills alone")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -367,9 +408,10 @@ def main() -> None:
                 SCENES[name](lab, browser, options.all)
             return
         IMAGES.mkdir(parents=True, exist_ok=True)
-        for theme in () if options.hang else THEMES:
+        for theme in () if options.stills else THEMES:
             capture(lab, browser, theme)
-        capture_hang(lab, browser)
+        for still in (capture_hang, capture_failure, capture_sweep):
+            still(lab, browser)
 
 
 if __name__ == "__main__":
