@@ -130,6 +130,8 @@ RESULTS = {
     "04_checkpoints": (r"losses equal: (\w+)", lambda found: found == "True"),
     "06_dashboard": (r"stuck: (\w+)", lambda found: found == "stopped"),
     "07_lora": (r": (\S+ before, \S+) with", _is_better),
+    "08_knobs": (r"by hand: stopped, loss ([\d.]+)", lambda found: float(found) < 0.5),
+    "09_sweep": (r"6 trials of the grid: ([\d.]+)", lambda found: float(found) < 1),
 }
 
 
