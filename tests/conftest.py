@@ -6,12 +6,9 @@ import gc
 import os
 import shutil
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,6 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from notebook_accel.launch.launcher import Session
     from notebook_accel.launch.run import Run
 

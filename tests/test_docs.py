@@ -10,8 +10,10 @@ import importlib.util
 import io
 import re
 import shlex
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,9 +23,6 @@ from tests.kernel.notebooks import open_notebook
 from tests.public import PACKAGE, public_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from _pytest.mark.structures import ParameterSet
 
 DOCS = PACKAGE.parent / "docs"

@@ -10,8 +10,9 @@ import enum
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from IPython import get_ipython
@@ -21,9 +22,6 @@ import notebook_accel
 from tests.kernel.notebooks import Notebook, open_notebook
 from tests.launches import without_gloo
 from tests.public import DOORS, public_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Names of Accelerate itself (``.compat.``) have its own docstrings.
 OURS = sorted(name for name, module in public_names().items() if ".compat." not in module)

@@ -9,18 +9,15 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.public import PACKAGE, public_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 ROOT = "notebook_accel"
 

@@ -6,8 +6,9 @@ import re
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from shutil import copytree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbformat
 import pytest
@@ -18,9 +19,6 @@ from traitlets import Integer
 from notebooks.execute import execute, export, last_text, printed
 from tests.kernel.notebooks import open_notebook
 from tests.public import PACKAGE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Those with a number; tpu_colab.ipynb needs torch_xla (tests/xla).
 NOTEBOOKS = PACKAGE.parent / "notebooks"

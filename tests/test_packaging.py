@@ -12,10 +12,10 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -26,9 +26,6 @@ from packaging.requirements import Requirement
 from notebook_accel.training.tracking.registry import LOGGER_TYPE_TO_CLASS
 from tests.notebook.kernels import Kernel
 from tests.public import DOORS, PACKAGE, public_names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TREE = PACKAGE.parent
 

@@ -12,17 +12,15 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from notebook_accel.private import of_torch
 from tests.public import PACKAGE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ROOM = PACKAGE / "private"
 MOST = 43

@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -14,9 +14,6 @@ from packaging.version import Version
 
 import notebook_accel
 from tests.public import DOORS, PACKAGE, public_names
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAMES = public_names()
 # What a door gives of Accelerate's, under the name that Accelerate's users import.

@@ -6,15 +6,12 @@ import os
 import re
 import shlex
 from importlib.metadata import metadata
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.kernel.notebooks import open_notebook
 from tests.public import PACKAGE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TREE = PACKAGE.parent
 README = (TREE / "README.md").read_text(encoding="utf-8")

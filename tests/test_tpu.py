@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from html import unescape
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -26,9 +26,6 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.machine import machine_with
 from notebook_accel.notebook.picker import devices_line
 from notebook_accel.wire import Devices
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 V3, V5E = "0x0027", "0x0063"
 

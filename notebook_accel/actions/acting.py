@@ -6,8 +6,6 @@ once it is known.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from notebook_accel.actions.messages import (
     NOWHERE,
     Act,
@@ -17,12 +15,9 @@ from notebook_accel.actions.messages import (
     HoldAnswered,
     PauseEnded,
     PointReached,
+    Post,
 )
-from notebook_accel.actions.scoreboard import BY_INTERRUPT, FLAG_SECONDS, STOP
-
-if TYPE_CHECKING:
-    from notebook_accel.actions.messages import Post
-    from notebook_accel.actions.scoreboard import Scoreboard
+from notebook_accel.actions.scoreboard import BY_INTERRUPT, FLAG_SECONDS, STOP, Scoreboard
 
 # A rank has so long to show on the board whether it passed its newest point or waits there; one
 # that shows neither counts as having passed.

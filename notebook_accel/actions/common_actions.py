@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from notebook_accel import wire
 from notebook_accel.actions.messages import (
     NOWHERE,
     Act,
@@ -30,15 +31,14 @@ from notebook_accel.actions.messages import (
     GoOn,
     Hold,
     HoldAnswered,
+    Passed,
     PauseEnded,
+    Point,
     PointReached,
+    Post,
 )
 from notebook_accel.actions.scoreboard import MAX_CONTENT, STOP, leave_after, meet_after
 from notebook_accel.system.interrupts import held
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
-    from notebook_accel.actions.messages import Passed, Point, Post
 
 # So long an action may wait for ranks to come to its point.
 POINT_SECONDS = 30.0

@@ -23,10 +23,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.cli.options import add_settings, refuse_option, resolve_options
 from notebook_accel.cli.terminal import LABEL, ranks_in_terminal
+from notebook_accel.config import LaunchConfig
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight
@@ -41,9 +42,6 @@ from notebook_accel.launch.rank_environment import (
 from notebook_accel.launch.slurm import slurm_step
 from notebook_accel.system.processes import kill_leftovers
 from notebook_accel.wire import Devices
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
 
 # Of ranks on one machine, which several machines cannot meet by.
 _LOOPBACK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

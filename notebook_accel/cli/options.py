@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.config.accelerate_yaml import (
@@ -24,10 +24,8 @@ from notebook_accel.config.accelerate_yaml import (
 )
 from notebook_accel.config.launch_config import settings_in_file
 from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from notebook_accel.config.setting import Setting
 
 # Names of Accelerate's launcher, in its options and its YAML, for options of torchrun.
 _MACHINES = {

@@ -10,18 +10,15 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import as_shown, one_line, plain_text
 from notebook_accel.launch.view.summary import elapsed, num_ranks
 from notebook_accel.system.own_files import open_to_read
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 _LOOK_SECONDS = 0.2
 # A kernel looks for requests five times a second; in C code that holds the GIL it does not.

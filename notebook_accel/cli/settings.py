@@ -10,7 +10,7 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config import (
     LaunchConfig,
@@ -20,10 +20,8 @@ from notebook_accel.config import (
 )
 from notebook_accel.config.launch_config import settings_in_file
 from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from notebook_accel.config.setting import Setting
 
 
 def config(arguments: Sequence[str]) -> int:

@@ -21,9 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accel.training.processes import topology
-
-if TYPE_CHECKING:
-    from notebook_accel.training.processes.topology import Topology
+from notebook_accel.training.processes.topology import Topology
 
 __all__ = ["Missing", "door", "open_below"]
 

@@ -11,15 +11,13 @@ launcher passes them to its ranks as environment variables; here they become ent
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config.checks import as_count
 from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import shown
-
-if TYPE_CHECKING:
-    from notebook_accel.config.setting import Setting
 
 # Types in the file that this package does not have.
 _ABSENT = ("MEGATRON_LM", "XLA", "TPU")

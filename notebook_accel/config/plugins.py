@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config.deepspeed import DeepSpeedOptions
 from notebook_accel.config.fsdp import FsdpOptions
 from notebook_accel.config.mesh import MeshOptions
-from notebook_accel.config.setting import settings_of
+from notebook_accel.config.setting import Setting, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import parse_flag, shown
-
-if TYPE_CHECKING:
-    from notebook_accel.config.setting import Setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from notebook_accel import wire
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import Call, NewCall
@@ -42,7 +42,8 @@ from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs
 from notebook_accel.launch.control.run_state import Failure, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.payload import Packed, Registry, unpack_exception
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.payload import Packed, PackedCall, Registry, unpack_exception
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.template.handle import followed
@@ -53,11 +54,6 @@ from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.private.of_debugpy import without_debugger
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.processes import import_path, is_readable
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.launch_request import LaunchRequest
-    from notebook_accel.launch.payload import PackedCall
 
 # The first process ends at once: the keeper is then the child of nobody who would end it.
 _BOOT = (

@@ -22,12 +22,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from notebook_accel import wire
 from notebook_accel.errors import LaunchError
+from notebook_accel.launch.control.call import Call
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.launcher import launch_packed
 from notebook_accel.launch.payload import pack_exception
 from notebook_accel.launch.run import call_of
@@ -38,10 +39,6 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import unpack
 from notebook_accel.system.open_files import raise_limit
 from notebook_accel.system.processes import is_readable
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import Call
-    from notebook_accel.launch.control.run_state import RunState
 
 # As often as a kernel draws.
 _LOOK_SECONDS = 0.2

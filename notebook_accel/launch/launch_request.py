@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.setup.steps import Step
 from notebook_accel.launch.view import View
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.payload import CellSource
-    from notebook_accel.launch.setup.steps import Step
-    from notebook_accel.wire import KnobValue
+from notebook_accel.wire import KnobValue
 
 
 def _nothing() -> None:

@@ -21,22 +21,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight, run_list
-from notebook_accel.launch.control.call import NewCall, RankCall
+from notebook_accel.launch.control.call import Call, NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.control.run_state import RESCUED, starting
+from notebook_accel.launch.control.run_state import RESCUED, ProcessState, starting
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.detached import check_can_detach, launch_detached
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.engines.engine import RankPlan
+from notebook_accel.launch.engines.engine import Engine, RankPlan
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.machine import look_at_machine
-from notebook_accel.launch.payload import Registry, pack_call
+from notebook_accel.launch.payload import PackedCall, Registry, pack_call
 from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.resuming import folder_to_resume, save_now
 from notebook_accel.launch.run import Run, call_of, raise_error
@@ -46,16 +46,9 @@ from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.rank.knob_limits import checked
-from notebook_accel.system.interrupts import held
+from notebook_accel.system.interrupts import Presses, held
 from notebook_accel.system.open_files import check_open_files, naming_what_is_short
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import Call
-    from notebook_accel.launch.control.run_state import ProcessState
-    from notebook_accel.launch.engines.engine import Engine
-    from notebook_accel.launch.payload import PackedCall
-    from notebook_accel.system.interrupts import Presses
-    from notebook_accel.wire import KnobValue
+from notebook_accel.wire import KnobValue
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from notebook_accel.actions.messages import Action
 from notebook_accel.config.checks import as_choice, as_seconds
@@ -29,16 +29,13 @@ from notebook_accel.errors import (
     RunStopped,
     WorkerError,
 )
+from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
-from notebook_accel.launch.control.run_state import RESCUED, Progress
+from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.run_state import RESCUED, Failure, Progress, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.rank.knob_limits import checked
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import Call
-    from notebook_accel.launch.control.results import Results
-    from notebook_accel.launch.control.run_state import Failure, RunState
-    from notebook_accel.wire import KnobValue
+from notebook_accel.wire import KnobValue
 
 # How long results are kept; two errors end with these words.
 _KEPT = (

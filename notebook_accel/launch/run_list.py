@@ -15,22 +15,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.control.call import Call, NewCall
+from notebook_accel.launch.control.call import Call, CallView, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader
-from notebook_accel.launch.control.run_folder import run_folders, runs_folder
+from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
 from notebook_accel.launch.control.run_state import Failure
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.system.interrupts import held
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import CallView
-    from notebook_accel.launch.control.results import Results
-    from notebook_accel.launch.control.run_folder import RunFolder
 
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50

@@ -10,22 +10,19 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 
 from notebook_accel.actions.messages import Action
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.control.run_state import RunState
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.rank.knob_limits import checked
 from notebook_accel.render.markup import element, join, shorten
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.widgets import PanelWidgets
-    from notebook_accel.wire import KnobMade
+from notebook_accel.wire import KnobMade
 
 _SAVE_TOOLTIP = (
     "accelerator.should_save is True on all ranks at the same step; after resume_or_start the "

@@ -5,26 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.control.run_state import RunState
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
-from notebook_accel.notebook.clicks import draws_updates
+from notebook_accel.notebook.clicks import ClicksAfterTheCell, draws_updates
 from notebook_accel.notebook.comparison import Charts
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
-from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
+from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim, render_snapshot
 from notebook_accel.render.panel import Details
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.snapshot import Snapshot
 
 # A page keeps up with 20 KB five times a second; 200 KB ten times a second came seconds late.
 _DRAW_SECONDS = 0.2

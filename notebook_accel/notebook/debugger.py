@@ -13,22 +13,19 @@ freed when the user leaves the debugger (q), with the next launch or ``%%acceler
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.errors import NotebookAccelError, WorkerError
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import GuardedView
 from notebook_accel.notebook.clicks import can_answer, find_kernel
-from notebook_accel.notebook.worker.calls import DebugCall
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.launch_request import LaunchRequest
-    from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.worker.calls import DebugAnswer
+from notebook_accel.notebook.worker.calls import DebugAnswer, DebugCall
 
 _HINT = (
     "`%accelerate debug` looks into its frames; the ranks wait for that until the next launch or "

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
 
@@ -19,18 +19,16 @@ from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.resuming import folder_to_resume
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.debugger import HINT_TO_DEBUG, end_held_launch, launch_for_debugger
+from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.session import session_for
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.views import choose_view, dashboard_in
 from notebook_accel.text_values import shown
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.display_slot import DisplaySlot
 
 P = ParamSpec("P")
 

@@ -19,22 +19,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise, repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 from markupsafe import Markup
 
+from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.plain import LineReader
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.ansi_colours import ansi_to_markup
 from notebook_accel.render.markup import element, join, shorten
 
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RankState, RunState
-    from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.widgets import PanelWidgets
-
-    _Timed = tuple[int | None, str]
+_Timed = tuple[int | None, str]
 
 # ---- The lines: pure functions of the state.
 

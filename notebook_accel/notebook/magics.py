@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
@@ -27,6 +28,7 @@ from IPython.display import display
 from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.scripts.cell_script import script_of_cells
 from notebook_accel.launch.template.handle import imports_line, warm
 from notebook_accel.launch.text.terminal_text import plain_text
@@ -39,11 +41,6 @@ from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import CellOptions, NotebookSession
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.warming import keep_reading
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from notebook_accel.launch.run import Run
 
 # ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
 # asks a completer by the first word of the line, and takes of its answer what begins with the word

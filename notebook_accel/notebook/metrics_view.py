@@ -7,24 +7,19 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
+from markupsafe import Markup
 
-from notebook_accel.launch.control.curves import Curve
-from notebook_accel.launch.control.plotting import number_steps
+from notebook_accel.launch.control.curves import Curve, LiveCurves
+from notebook_accel.launch.control.plotting import Point, number_steps
 from notebook_accel.launch.view.progress import name_of
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.display_slot import start_thread
+from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.charts import PAGE_SIZE, render_charts
 from notebook_accel.render.markup import file_link
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
-    from notebook_accel.launch.control.curves import LiveCurves
-    from notebook_accel.launch.control.plotting import Point
-    from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.widgets import PanelWidgets
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0

@@ -23,11 +23,12 @@ from itertools import combinations
 from os import PathLike
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import yaml
 from IPython.core.getipython import get_ipython
+from markupsafe import Markup
 
 from notebook_accel.config import (
     LaunchConfig,
@@ -36,23 +37,17 @@ from notebook_accel.config import (
     settings_of,
 )
 from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.machine import Machine, look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.launch.rank_environment import rank_environment
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
 from notebook_accel.render.markup import copyable, element, join, style_element
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
-    from notebook_accel.config.setting import Setting
-    from notebook_accel.launch.machine import Machine
-    from notebook_accel.launch.run import Run
 
 # ---- The form: one row a setting, made from the setting's own type.
 

@@ -15,18 +15,16 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from markupsafe import Markup
 
 from notebook_accel.launch import run_list
+from notebook_accel.launch.control.run_state import Display, RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.render.markup import element, join, message_bytes
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import Display, RankState, RunState
-    from notebook_accel.notebook.worker.shown_value import ShownValue
 
 T = TypeVar("T")
 # Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is

@@ -18,15 +18,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch.control.call import labelled
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session, check_ranks
+from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.payload.names import names_used
-from notebook_accel.launch.run import call_of, results_now
+from notebook_accel.launch.run import Run, call_of, results_now
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.used_names import (
     PROVIDED,
@@ -56,13 +59,6 @@ from notebook_accel.notebook.worker.calls import (
 )
 from notebook_accel.render.markup import element
 from notebook_accel.system.processes import describe_exit
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from notebook_accel.launch.payload import CellSource
-    from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.worker.calls import NamesOutcome
 
 # ---- What the notebook itself knows of a session's names: completion, and a hint where one is
 # missing: a name of the session is no name of the notebook, so ``model.eval()`` in a plain cell is

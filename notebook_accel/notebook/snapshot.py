@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import NotFinite
-from notebook_accel.launch.control.plotting import metric_curves
-from notebook_accel.launch.control.run_state import RESCUED
+from notebook_accel.launch.control.plotting import Point, metric_curves
+from notebook_accel.launch.control.run_state import RESCUED, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
@@ -35,16 +35,12 @@ from notebook_accel.render.markup import (
     shorten,
 )
 from notebook_accel.render.panel import (
+    AskedStacks,
     fold_of_stacks,
     render_steps,
     render_warnings,
     stacks_of_hang,
 )
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.plotting import Point
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.render.panel import AskedStacks
 
 # It is saved with the notebook, for good: of a hundred runs, 12 MB.
 MAX_BYTES = 120_000

@@ -14,16 +14,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.payload import CellSource
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 # Folders and files between a cell and what raised: this package, and what calls it for a magic.
 _INNER = {"notebook_accel", "IPython", "decorator.py", "contextlib.py"}

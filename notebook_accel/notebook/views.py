@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.control.run_state import RunState
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
@@ -20,10 +21,6 @@ from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
 from notebook_accel.text_values import shown
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.launch.run import Run
 
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.
 

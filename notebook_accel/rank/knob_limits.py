@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from notebook_accel.wire import KnobMade, KnobValue
+from notebook_accel.wire import KnobMade, KnobValue
 
 _KINDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}
 

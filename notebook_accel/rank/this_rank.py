@@ -20,17 +20,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from notebook_accel import wire
 from notebook_accel.actions.messages import Action
-from notebook_accel.actions.scoreboard import STOP
+from notebook_accel.actions.scoreboard import STOP, Scoreboard
 from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped
-
-if TYPE_CHECKING:
-    from notebook_accel.actions.scoreboard import Scoreboard
 
 # Between two questions for the memory of a device: at each step it would slow the loop down.
 _MEMORY_SECONDS = 1.0

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from notebook_accel.render.markup import element, escape, join
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 # "Select graphic rendition"; the other sequences move the cursor and the like. No real one is
 # longer, and Python refuses to read a number of thousands of digits.

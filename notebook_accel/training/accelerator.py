@@ -16,17 +16,27 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training import collectives
 from notebook_accel.training.checkpoint import Checkpoints
+from notebook_accel.training.checkpoint.start import Start
+from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.files.weights import save_object
+from notebook_accel.training.models.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (
     check_rng_types,
@@ -38,62 +48,40 @@ from notebook_accel.training.preparing.plan import (
 from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
 from notebook_accel.training.processes import ProcessInfo, devices
 from notebook_accel.training.processes.process_group import close_process_group
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     DistributedType,
     FP8BackendType,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    ProjectConfiguration,
     as_steps,
     pick_handler,
 )
 from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.state import AcceleratorState, newest_settings
 from notebook_accel.training.stepping.accumulation import Window
 from notebook_accel.training.stepping.gradient_state import GradientState
-from notebook_accel.training.stepping.knobs import make_knob
-from notebook_accel.training.stepping.optimizer import inner_optimizer
+from notebook_accel.training.stepping.knobs import Knob, make_knob
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
+from notebook_accel.training.strategies import Strategy
+from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking.active_trackers import Tracking
 from notebook_accel.training.tracking.profiling import profile
 from notebook_accel.training.tracking.progress_tracker import progress
 from notebook_accel.training.tracking.registry import resolve_trackers
-from notebook_accel.training.tracking.tracker import BlankTracker
+from notebook_accel.training.tracking.tracker import BlankTracker, GeneralTracker
+from notebook_accel.wire import KnobValue
 
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.profiler import profile as Profiler  # noqa: N812
-    from torch.utils.data import DataLoader
-
-    from notebook_accel.training.data.config import DataLoaderConfiguration
-    from notebook_accel.training.models.compiling import DynamoBackend, TorchDynamoPlugin
-    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-    from notebook_accel.training.settings.handlers import (
-        GradientAccumulationPlugin,
-        ProjectConfiguration,
-    )
-    from notebook_accel.training.settings.parallelism import ParallelismConfig
-    from notebook_accel.training.strategies import Strategy
-    from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
-
-    Path_ = str | os.PathLike[str]
-
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-    from torch.utils.hooks import RemovableHandle
-
-    from notebook_accel.training.checkpoint.start import Start
-    from notebook_accel.training.collectives.data_group import DataGroup
-    from notebook_accel.training.stepping.knobs import Knob
-    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-    from notebook_accel.training.tracking.tracker import GeneralTracker
-    from notebook_accel.wire import KnobValue
-
+Path_ = str | os.PathLike[str]
 _Item = TypeVar("_Item")
 _Handler = TypeVar("_Handler", bound=KwargsHandler)
 # Where a rank keeps the strategy of its newest Accelerator.
@@ -1404,7 +1392,7 @@ class Accelerator(ProcessInfo):
 
     def profile(
         self, profile_handler: ProfileKwargs | None = None
-    ) -> AbstractContextManager[Profiler]:
+    ) -> AbstractContextManager[torch.profiler.profile]:
         """Return a context manager that runs torch's profiler and gives it to ``with ... as``.
 
         Args:

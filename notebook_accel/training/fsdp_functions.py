@@ -15,10 +15,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.files.pieces import complete, write_one_by_one
+from notebook_accel.training.files.pieces import Piece, complete, write_one_by_one
 from notebook_accel.training.files.state_files import read_state, write_state
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
@@ -28,17 +32,8 @@ from notebook_accel.training.files.weights import (
     with_ties,
 )
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.stepping.optimizer import inner_optimizer
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from notebook_accel.training.accelerator import Accelerator
-    from notebook_accel.training.files.pieces import Piece
-    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-
-    Path_ = str | os.PathLike[str]
 
 __all__ = [
     "load_fsdp_model",
@@ -46,6 +41,7 @@ __all__ = [
     "save_fsdp_model",
     "save_fsdp_optimizer",
 ]
+Path_ = str | os.PathLike[str]
 
 
 def save_fsdp_model(

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import Module
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.settings.handlers import DistributedType, as_steps
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from notebook_accel.training.accelerator import Accelerator
 
 
 class LocalSGD:

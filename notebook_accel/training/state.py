@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
@@ -19,19 +23,13 @@ from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.processes import ProcessInfo, devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import (
     DistributedType,
     InitProcessGroupKwargs,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-    from notebook_accel.training.settings.parallelism import ParallelismConfig
-    from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.settings.parallelism import ParallelismConfig
+from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
 _SETTINGS = "accelerator settings"
 

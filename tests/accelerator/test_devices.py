@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +15,6 @@ from notebook_accel import (
     notebook_launcher,
 )
 from notebook_accel.launch import rank_environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _save_in_background(folder: str) -> int:

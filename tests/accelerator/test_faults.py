@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +10,6 @@ import torch
 from notebook_accel import Accelerator, WorkerError, notebook_launcher
 from tests.accelerator.ranks import RANKS
 from tests.kernel.notebooks import open_notebook
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _fail() -> None:

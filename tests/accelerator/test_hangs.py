@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,9 +20,6 @@ from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from notebook_accel.launch.control.hang import Hang
     from notebook_accel.launch.run import Run
 

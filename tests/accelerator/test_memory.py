@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,6 @@ from notebook_accel import (
     notebook_launcher,
 )
 from tests.accelerator.ranks import RANKS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Of 20 equal layers over two ranks: the half of each, and the layer that is just moved.
 _GOAL = 0.6

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from notebook_accel import Accelerator, notebook_launcher
 from notebook_accel.training.processes import devices
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _KIND = str(torch.accelerator.current_accelerator())
 

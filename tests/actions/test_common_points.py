@@ -10,7 +10,9 @@ import random
 import sys
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -23,10 +25,6 @@ from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.errors import RunStopped
 from notebook_accel.rank import this_rank as rank_module
 from notebook_accel.rank.this_rank import LaunchedContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
 
 NUM_AGENTS, RANKS_EACH = 2, 2
 _TRACED = {scoreboard.__file__, rank_module.__file__}

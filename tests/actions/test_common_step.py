@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +18,6 @@ from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel.launch.run import Run
 
 SOON = 60.0

@@ -8,15 +8,13 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from notebook_accel.actions.messages import Passed, Point
 from notebook_accel.actions.scoreboard import FLAG_SECONDS, STOP, Scoreboard, leave_after
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 fork = mp.get_context("fork")
 SOON = 10.0

@@ -12,19 +12,17 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from tests.engines.processes import marked
 from tests.kernel.notebooks import MARK, Notebook, open_notebook
-
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Mapping
 
 __all__ = ["Census", "Kernel", "Plain", "Real"]
 

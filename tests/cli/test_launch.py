@@ -7,8 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -24,9 +24,6 @@ from tests.cli.commands import ROOT, SCRIPT, losses, notebook_accel, run
 from tests.engines.contract import BUSY
 from tests.ports import free_port
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from argparse import ArgumentParser
 
 # Each command imports torch anew, and so does each of its ranks.
 pytestmark = pytest.mark.timeout(300)

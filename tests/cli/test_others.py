@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +17,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.slurm import slurm_step
 from tests.cli.commands import ROOT, notebook_accel
 from tests.launches import without_gloo
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +14,6 @@ from notebook_accel import find_run, notebook_launcher
 from notebook_accel.cli import main
 from notebook_accel.launch import run_list
 from tests.notebook.kernels import ROOT, open_kernel
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # The kernel, its ranks and the command beside them import torch.
 pytestmark = pytest.mark.timeout(300)

@@ -8,14 +8,11 @@ import os
 import pty
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from notebook_accel.cli.terminal import RankOutput, ranks_in_terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BARS = ("[rank 1] ep:  50%|##  | 1/2 [00:01<00:01, 1.0it/s]", "[rank 1] \n")
 DONE = "[rank 1] ep: 100%|####| 2/2 [00:02<00:00, 1.0it/s]\n"

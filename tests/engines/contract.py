@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,8 +37,6 @@ from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from notebook_accel.launch.run import Run
 
 # Deadlines, wide enough for a busy machine; benchmarks/faults.py measures what users see.

@@ -9,8 +9,10 @@ import os
 import re
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,9 +24,6 @@ from tests.kernel.notebooks import MARK, SLOW, open_notebook
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from tests.kernel.notebooks import Notebook
 
 ray: Any = pytest.importorskip("ray")

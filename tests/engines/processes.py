@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from notebook_accel.config.checks import too_old_torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["below", "files_left", "gone", "marked", "of_launches", "runs_of_run"]
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -14,9 +14,6 @@ import pytest
 from tests.engines.processes import marked
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SOON = 90.0
 

@@ -6,7 +6,8 @@ and here rounds sums and tanh at other places: some ten times what the order of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,6 @@ from notebook_accel import (
 from tests.training.inductor import train_blocks
 from tests.training.meshes import FLOAT_ERROR
 from tests.training.test_matrix import STRATEGIES, check, precisions_of, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -6,16 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["ADDRESS_A", "ADDRESS_B", "HostB", "host_b"]
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,10 +21,6 @@ from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from tests.kernel.notebooks import Notebook
 
 if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):

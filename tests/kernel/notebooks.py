@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -16,8 +17,6 @@ from tests.notebook.kernels import Reply, open_kernel
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from tests.notebook.kernels import Kernel
 
 __all__ = ["MARK", "Notebook", "open_notebook"]

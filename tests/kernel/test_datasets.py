@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.kernel.notebooks import open_notebook
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("datasets")
 

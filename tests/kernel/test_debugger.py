@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -13,8 +14,6 @@ from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.kernel.notebooks import Notebook
 
 

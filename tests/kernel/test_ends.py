@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +20,6 @@ from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from tests.kernel.notebooks import Notebook
 
 # From the end of the kernel until nothing of ours is left: wide enough for a busy machine.

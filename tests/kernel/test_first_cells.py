@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.kernel.notebooks import open_notebook
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,8 +10,6 @@ import pytest
 from tests.kernel.notebooks import open_notebook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.kernel.notebooks import Notebook
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -13,8 +14,6 @@ from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.kernel.notebooks import Notebook
 
 # Says whether a rank had a module before the function was called, and imports another one.

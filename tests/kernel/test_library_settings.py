@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,8 +11,6 @@ from notebook_accel.launch.text.used_names import names_of
 from tests.kernel.notebooks import open_notebook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.kernel.notebooks import Notebook
 
 # Settings of first cells: what a rank is asked, and what a cell has done for it.

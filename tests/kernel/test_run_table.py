@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.kernel.notebooks import open_notebook
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRAIN = """
 from notebook_accel import Accelerator, compare, notebook_launcher, runs

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,9 +20,6 @@ from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from tests.kernel.notebooks import Notebook
     from tests.notebook.kernels import Reply
 

@@ -6,7 +6,9 @@ import os
 import re
 import sys
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -14,10 +16,6 @@ import pytest
 from tests.engines.processes import marked
 from tests.kernel.notebooks import MARK
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 # Importing torch on a busy machine takes long.
 SLOW = 100.0

@@ -7,7 +7,9 @@ import os
 import socket
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -22,10 +24,6 @@ from notebook_accel.launch.transport.segment import pack
 from notebook_accel.system import processes
 from tests.engines.processes import below
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 __all__ = ["SECONDS", "AgentByHand", "agent_by_hand"]
 

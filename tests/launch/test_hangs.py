@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +19,6 @@ from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel.launch.run import Run
 
 pytestmark = pytest.mark.serial

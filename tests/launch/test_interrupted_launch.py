@@ -7,7 +7,10 @@ import dis
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 import pytest
@@ -25,11 +28,6 @@ from notebook_accel.launch.view import View
 from tests.engines.processes import below
 from tests.launches import call, launch
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from types import FrameType
 
 SOON = 40.0
 NUM_INSTANTS = 25

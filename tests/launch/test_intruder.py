@@ -8,9 +8,9 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,9 +26,6 @@ from notebook_accel.system.own_files import open_log
 from tests.engines.processes import below
 from tests.launches import launch
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NOBODY = 65534
 SOON = 60.0

@@ -8,12 +8,14 @@ import importlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +41,6 @@ from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator
-
     from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.transport.channel import Channel

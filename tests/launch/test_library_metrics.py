@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +19,6 @@ from notebook_accel import notebook_launcher
 from notebook_accel.launch.worker.library_metrics import lightning_callbacks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel import Run
 
 pytestmark = pytest.mark.timeout(240)

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +32,6 @@ from notebook_accel.launch.preflight import (
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes
 from tests.launches import launch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 
 def train(lr: float, *, steps: int = 1) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +17,6 @@ from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel.launch.run import Run
 
 SOON = 60.0

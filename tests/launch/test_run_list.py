@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +20,6 @@ from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def run_in(root: Path) -> Run:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
 from tests.notebook.lab import describe_pages
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 
 @pytest.hookimpl(wrapper=True)

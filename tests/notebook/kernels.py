@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,6 @@ from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from jupyter_client.blocking.client import BlockingKernelClient
 
 __all__ = [

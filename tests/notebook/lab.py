@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbformat
@@ -17,9 +19,6 @@ from tests.notebook.kernels import kernel_environment
 from tests.ports import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page
 
 __all__ = ["Lab", "Notebook", "describe_pages", "open_browser", "open_lab"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.notebook.lab import Notebook
 
 __all__ = ["check_layout", "check_summary_layout", "check_table_layout", "check_tags"]

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import textwrap
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.notebook.kernels import MATRIX, TRAIN, Kernel, Reply, open_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SETUP = (
     """

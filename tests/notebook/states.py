@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["after", "logged", "metrics", "running", "succeeded", "with_failed"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import pytest
@@ -20,9 +21,6 @@ from notebook_accel.notebook.display_slot import DisplaySlot
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.widgets import classes, field, inside, live_widgets, part
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

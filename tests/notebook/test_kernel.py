@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable, Iterator
 from html import unescape
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
@@ -22,10 +24,6 @@ from tests.notebook.kernels import (
     VSCode,
     open_kernel,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SETUP = (
     """

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from notebook_accel.notebook.log_view import LogWindow
 from notebook_accel.render.markup import message_bytes
 from tests.notebook.states import after, running
 from tests.render.test_markup import HOSTILE, Tags
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def output(rank: int, text: str, skipped: int = 0) -> wire.Output:

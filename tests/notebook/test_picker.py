@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from html import unescape
 from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,6 @@ from tests.notebook.widgets import classes, field, inside
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel.launch.launch_request import LaunchRequest
 
 FULL = LaunchConfig(

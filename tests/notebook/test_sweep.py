@@ -7,10 +7,12 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
@@ -22,10 +24,6 @@ from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.markup import message_bytes
 from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 SOON = 60.0
 

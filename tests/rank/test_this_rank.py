@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ from notebook_accel.launch.transport.channel import encode
 from notebook_accel.rank import this_rank
 from notebook_accel.rank.this_rank import DeviceMemory, LaunchedContext, RankContext, current, enter
 from tests.actions.test_scoreboard import stop
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import base64
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,8 +22,6 @@ from tests.notebook.widgets import field, part
 from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from notebook_accel.launch.control.plotting import Point
 
 

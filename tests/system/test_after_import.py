@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.system.after_import import change_module
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from notebook_accel.system.own_files import log_path, open_log
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_writers_never_overwrite_each_other(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -19,9 +19,6 @@ from notebook_accel.system.processes import (
     has_children,
     kill_descendants,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NOBODY = 65534
 

@@ -24,17 +24,15 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from notebook_accel import training
 from notebook_accel.config.checks import too_old_torch
 from notebook_accel.system.processes import die_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["RankError", "run_ranks", "runs_here", "skip_unless_it_runs", "with_long_ones"]
 

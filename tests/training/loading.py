@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.distribute import prepare_loader
 from notebook_accel.training.stepping.active_loaders import active_loaders
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "CPU",

@@ -6,6 +6,7 @@ backward has it, without buckets and without a wrapper: DDP in its simplest form
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,6 @@ from notebook_accel.training import strategies
 from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 

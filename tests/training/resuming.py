@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from tests.training.meshes import LAYOUTS, accelerator_for, data, loss_of, make
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["train"]
 

@@ -7,7 +7,8 @@ import gc
 import json
 import multiprocessing
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,9 +35,6 @@ from notebook_accel import (
 from tests.training.harness import run_ranks
 from tests.training.loading import SizedStream
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def parts() -> tuple[Any, ...]:

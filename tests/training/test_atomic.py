@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ from safetensors import SafetensorError
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.files import atomic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # What changes a disk, as Python's audit hooks name it.
 _STEPS = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "open"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from tests.training.harness import run_ranks
 from tests.training.single import be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel.training.processes.logs import MultiProcessAdapter
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,6 @@ from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, MESHES, check_weights, train, twin
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_pipeline import CASES as PIPELINE_CASES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Layered(nn.Module):

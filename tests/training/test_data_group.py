@@ -6,9 +6,10 @@ What each reads is what two plain ranks would read, and what is gathered counts 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,6 @@ from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
 from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
 from tests.training.loading import CPU, LISTS, TABLE, SizedStream, Stream, lists, numbers, read
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 INDEX_OF_RANK = (0, 0, 1, 1)
 # Kinds of parallelism on four ranks, which ranks read the same, and what is asked for.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from accelerate.utils.deepspeed import HfDeepSpeedConfig as PeerConfig
@@ -18,9 +19,6 @@ from notebook_accel.training.stepping.accumulation import resolve_plugin
 from notebook_accel.training.strategies.deepspeed import deepspeed_plugin
 from tests.training.loading import Stream, numbers, prepare
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import accelerate
 import accelerate.utils as peer
@@ -13,9 +14,6 @@ from notebook_accel import Accelerator, utils
 from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, blocks, data, loss_of, make, weights_of
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 

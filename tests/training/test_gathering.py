@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,6 @@ from notebook_accel.training.stepping.gradient_state import GradientState
 from tests.training import loading
 from tests.training.harness import run_ranks
 from tests.training.loading import Sharded, SizedStream, Stream, numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def prepare(loader: Any, **settings: Any) -> Any:

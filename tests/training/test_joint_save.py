@@ -6,9 +6,10 @@ import contextlib
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,6 @@ from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NUM_RANKS = 3
 FILES = ["model.safetensors", "optimizer.bin", *(f"random_states_{n}.pkl" for n in range(3))]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.kills import CASES, run_case
 from tests.training.harness import skip_unless_it_runs
 from tests.training.meshes import LAYOUTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Of layouts with and without a loss scale those with it: the rest takes the same way.
 SHORT = ["ddp, fp16", "ddp, async", "fsdp2, fp16", "fsdp2, async", "1F1B"]

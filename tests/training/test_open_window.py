@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,6 @@ from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
 from tests.training.meshes import FLOAT_ERROR
 from tests.training.resuming import train
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SAMPLES, WINDOW = 12, 3
 STOP = 11  # batches: in the second window of the second epoch, whose first batch is number 3

@@ -6,7 +6,8 @@ import gc
 import itertools
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ from notebook_accel import (
     GradScalerKwargs,
 )
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
 

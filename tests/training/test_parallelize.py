@@ -6,7 +6,8 @@ Tolerances are those of ``meshes``, and in bf16 those of ``test_matrix``.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,6 @@ from tests.training.meshes import (
     twin,
 )
 from tests.training.scripts.parts import gpt2
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROUNDING = 2.0**-8  # of bf16
 

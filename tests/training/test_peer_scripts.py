@@ -19,11 +19,12 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -36,9 +37,6 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.state import AcceleratorState, PartialState
 from tests.public import DOORS
 from tests.training.harness import run_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PEER = importlib.util.find_spec("accelerate")
 pytestmark = pytest.mark.skipif(PEER is None, reason="accelerate is not installed")

@@ -6,7 +6,8 @@ Tolerances are those of ``meshes``: micro-batches add up the same products in an
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +38,6 @@ from tests.training.meshes import (
     twin,
 )
 from tests.training.scripts.parts import gpt2
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def chain() -> nn.Sequential:

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -21,9 +22,6 @@ from tests.ports import free_port
 from tests.training.harness import run_ranks
 from tests.training.single import forget_states
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NOBODY = 65534
 HOSTS = ("127.0.0.1", "0.0.0.0")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from notebook_accel.training.processes.seeding import set_seed
 from tests.training.harness import run_ranks
 from tests.training.loading import numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 EPOCHS = 3
 

@@ -8,8 +8,9 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,6 @@ from tests.training import resuming
 from tests.training.harness import run_ranks
 from tests.training.meshes import accelerator_for, data, make
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EPOCHS, SAMPLES = 3, 10
 

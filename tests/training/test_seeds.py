@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ from transformers import BertConfig, BertForSequenceClassification, get_schedule
 from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ from tqdm.auto import tqdm
 
 from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
 

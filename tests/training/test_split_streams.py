@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class OfOneRank(IterableDataset[int]):

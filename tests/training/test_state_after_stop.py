@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -34,11 +36,6 @@ from tests.launches import call, launch
 from tests.training.harness import skip_unless_it_runs
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 SOON = 90.0
 NO_MODELS = "models: the file has state dicts alone; make each model anew and load its weights"

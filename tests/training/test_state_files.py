@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError
 from notebook_accel.training.files import state_files
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Keeps(nn.Linear):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import accelerate
 import pytest
@@ -19,9 +20,6 @@ from notebook_accel.training.data.skipping import SkipDataLoader
 from tests.training.harness import run_ranks
 from tests.training.loading import lists, numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Resumable(IterableDataset):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from notebook_accel.tracking import (
@@ -18,9 +19,6 @@ from notebook_accel.utils import LoggerType
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
 from tests.training.harness import run_ranks
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Recorder(GeneralTracker):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from notebook_accel.launch.view import View
 from tests.launches import launch
 from tests.training.test_seeds import all_loops, assert_trained
 from tests.xla.plain import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # fp16 is for GPUs, and refused here.
 SCRIPT = """

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -24,8 +25,6 @@ from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.launch.run import Run
 
 pytestmark = [pytest.mark.usefixtures("two_ranks"), pytest.mark.timeout(200)]

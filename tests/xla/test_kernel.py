@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from jupyter_client.manager import start_new_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TRAIN = """
 import torch

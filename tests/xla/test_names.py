@@ -5,16 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import notebook_accel
 from tests.xla.plain import run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _IMPORTED = re.compile(r"import_module\('(torch_xla[\w.]*)'\)")
 

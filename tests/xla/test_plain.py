@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.xla.plain import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCRIPT = """
 import sys, torch

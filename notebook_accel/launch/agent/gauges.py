@@ -14,12 +14,11 @@ import contextlib
 import os
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-if TYPE_CHECKING:
-    from notebook_accel import wire
+from notebook_accel import wire
 
 # Between two readings. Processor use is a mean over this time; over a shorter one the values would
 # jump, since the system counts in ticks of 10 ms.

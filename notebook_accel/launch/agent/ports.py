@@ -10,12 +10,9 @@ MASTER_PORT with each call.
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 
+from notebook_accel import wire
 from notebook_accel.private import of_torch
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
 
 _LOOPBACK = "127.0.0.1"
 

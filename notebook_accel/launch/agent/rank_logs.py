@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from notebook_accel import wire
-from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.system import scratch
 from notebook_accel.system.own_files import log_path, open_log
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.transport.channel import Channel
 
 
 class RankLogs:

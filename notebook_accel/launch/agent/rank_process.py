@@ -13,20 +13,18 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from notebook_accel import wire
+from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
+from notebook_accel.launch.agent.ports import RunPorts
+from notebook_accel.launch.agent.rank_logs import RankLogs
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
 from notebook_accel.system import processes
-
-if TYPE_CHECKING:
-    from notebook_accel.actions.scoreboard import Scoreboard
-    from notebook_accel.launch.agent.ports import RunPorts
-    from notebook_accel.launch.agent.rank_logs import RankLogs
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.

@@ -21,21 +21,17 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.context import ForkProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.multiprocessing as mp
 
-from notebook_accel import tpu
+from notebook_accel import tpu, wire
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.agent.rank_process import RankProcess
+from notebook_accel.launch.agent.rank_process import RankProcess, Shared
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
 from notebook_accel.launch.worker.output import redirect
 from notebook_accel.launch.worker.threads import Host
 from notebook_accel.system.processes import is_readable
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
-    from notebook_accel.launch.agent.rank_process import Shared
 
 # pid and exit code of a process of ranks, negative for a signal.
 _DEATH = struct.Struct("ii")

@@ -10,13 +10,11 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from notebook_accel import wire
 from notebook_accel.launch.text.wording import rank_list
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
-    from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.transport.channel import Channel
 
 _log = logging.getLogger(__name__)
 

@@ -42,34 +42,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from notebook_accel import wire
+from notebook_accel.actions.messages import Action
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
+from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
-from notebook_accel.launch.control.run_state import RESCUED, Failure, apply, starting
+from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, apply, starting
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
-from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.payload import CellSource, Packed, PackedCall
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
-from notebook_accel.system.interrupts import Latch, held
-
-if TYPE_CHECKING:
-    from notebook_accel.actions.messages import Action
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.agent_link import LostAgent
-    from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
-    from notebook_accel.launch.control.pool import RankPool
-    from notebook_accel.launch.control.run_folder import RunFolder
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.launch.payload import CellSource, PackedCall
-    from notebook_accel.system.interrupts import Presses
+from notebook_accel.system.interrupts import Latch, Presses, held
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from notebook_accel import wire
+from notebook_accel import wire
 
 
 @dataclass(frozen=True, kw_only=True)

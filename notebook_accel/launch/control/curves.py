@@ -14,10 +14,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.plotting import Point
+from notebook_accel.launch.control.plotting import Point
 
 # The most stretches of a curve; a chart is about as many pixels wide (render/charts.py).
 _MAX_STRETCHES = 256

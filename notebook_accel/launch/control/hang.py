@@ -16,15 +16,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
+from notebook_accel import wire
+from notebook_accel.launch.control.collectives import Difference
 from notebook_accel.launch.control.stacks import frames_of_function, readable
 from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.wire import Frame
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
-    from notebook_accel.launch.control.collectives import Difference
 
 # The functions of torch.distributed in which a rank waits for others.
 _COLLECTIVES = frozenset(

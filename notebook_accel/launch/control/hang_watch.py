@@ -14,20 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.launch.control.collectives import differences, waits
 from notebook_accel.launch.control.hang import (
+    Hang,
+    RankStack,
     at_waits,
     find_hang,
     read_stack,
     text_of_difference,
 )
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.hang import Hang, RankStack
-    from notebook_accel.launch.control.run_state import RankState, RunState
+from notebook_accel.launch.control.run_state import RankState, RunState
 
 # A rank is shown as quiet after this time: longer than a step of most trainings.
 _QUIET_SECONDS = 5.0

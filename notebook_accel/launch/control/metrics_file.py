@@ -12,16 +12,14 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypedDict
+from typing import IO, Any, TypedDict
 
 import msgspec
 
+from notebook_accel import wire
 from notebook_accel.config.file import not_too_large
 from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
 from notebook_accel.system.own_files import own_file
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
 
 # A sample of a long file is made of so many stretches, from all over it.
 _STRETCHES = 200

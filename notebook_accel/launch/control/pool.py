@@ -25,25 +25,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from notebook_accel import wire
 from notebook_accel.actions.common_actions import CommonActions
+from notebook_accel.actions.messages import Action
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
-from notebook_accel.launch.control.run_state import ProcessState, apply_to_processes
+from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink, LostAgent
+from notebook_accel.launch.control.run_state import ProcessState, RunState, apply_to_processes
 from notebook_accel.launch.control.several_agents import MessagesForOthers
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.system.interrupts import Latch, held
 from notebook_accel.system.own_files import open_log
 from notebook_accel.system.processes import describe_exit, is_readable
-
-if TYPE_CHECKING:
-    from notebook_accel.actions.messages import Action
-    from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.control.run_state import RunState
 
 # While a call runs: views draw five times a second, and time-outs are told in seconds.
 _TICK_SECONDS = 0.1

@@ -11,13 +11,11 @@ read when the handle is gone, the list keeps until the next launch.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from notebook_accel import wire
 from notebook_accel.launch import payload
 from notebook_accel.launch.transport.segment import unpack
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
 
 
 class Results:

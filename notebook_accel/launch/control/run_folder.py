@@ -32,12 +32,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import msgspec
 import platformdirs
 
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, NotebookAccelError
+from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.text.terminal_text import as_shown
 from notebook_accel.system.interrupts import held
@@ -50,10 +52,6 @@ from notebook_accel.system.own_files import (
     open_to_read,
     own_file,
 )
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.results import Results
 
 # Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
 # the disk than anybody would miss.

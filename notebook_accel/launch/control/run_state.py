@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from notebook_accel import wire
 from notebook_accel.launch.control.curves import mode_of
-from notebook_accel.launch.control.hang import Hang  # noqa: TC001 (msgspec reads the annotation)
+from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.text.terminal_text import Tail, append_output
 
 ENDED = ("succeeded", "failed", "stopped")

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from notebook_accel import wire
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_folder import lost_files_notice
 from notebook_accel.launch.transport.segment import unpack
 from notebook_accel.system.own_files import own_file
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
 
 
 class StoredResults(Results):

@@ -26,19 +26,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.hang import place_of_wait
-from notebook_accel.launch.control.run_state import Failure
+from notebook_accel.launch.control.run_state import Failure, RankState, RunState
+from notebook_accel.launch.payload import PackedCall
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.system.processes import describe_exit, signal_name
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.agent_link import LostAgent
-    from notebook_accel.launch.control.run_state import RankState, RunState
-    from notebook_accel.launch.payload import PackedCall
 
 # ---- what to do about failures that are known: lines which the error adds to the cause ------
 

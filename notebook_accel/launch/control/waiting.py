@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from notebook_accel import wire
+from notebook_accel.launch.control.call import RankCall
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_state import ProcessState
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
-    from notebook_accel.launch.control.call import RankCall
 
 
 class _StoppedError(Exception):

@@ -7,14 +7,11 @@ A new engine is a new file here, with a class derived from :class:`AgentEngine` 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from notebook_accel import tpu
+from notebook_accel.config import LaunchConfig
 from notebook_accel.config.engines import ENGINES
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.engine import Engine
+from notebook_accel.launch.engines.engine import Engine
 
 
 def engine_for(config: LaunchConfig) -> Engine:

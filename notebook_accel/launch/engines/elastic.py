@@ -23,31 +23,34 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
 
 from notebook_accel import wire
-from notebook_accel.config import shares_devices
+from notebook_accel.config import LaunchConfig, shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch.control.agent_link import AgentLink
 from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent, tcp_pair
 from notebook_accel.launch.engines.machines import (
+    JoinedMachine,
     MachinesEngine,
+    MachineServer,
     interface_of,
     interface_variables,
     notices_of,
     own_addresses,
     torchelastic_variables,
 )
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.rank_environment import (
     num_cores,
     num_threads_of,
 )
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
-from notebook_accel.launch.template.handle import ask_template
+from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.transport.machine_link import (
     MachineLink,
     Token,
@@ -56,13 +59,6 @@ from notebook_accel.launch.transport.machine_link import (
 )
 from notebook_accel.system.kept_environment import kept_environment
 from notebook_accel.system.processes import import_path
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.engines.machines import JoinedMachine, MachineServer
-    from notebook_accel.launch.launch_request import LaunchRequest
-    from notebook_accel.launch.template.handle import Template
 
 # Until all machines have joined: a person walks to another screen and copies a command.
 _JOIN_SECONDS = 600.0

@@ -27,17 +27,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from notebook_accel import wire
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.call import Call, NewCall
-    from notebook_accel.launch.control.pool import RankPool
-    from notebook_accel.launch.launch_request import LaunchRequest
-    from notebook_accel.launch.payload import PackedCall
+from notebook_accel.launch.control.call import Call, NewCall
+from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.payload import PackedCall
 
 # Arguments of Accelerate's notebook_launcher that only a launch over several machines reads. Here
 # they are accepted, and a line says that they are not used (`Engine.unused`).

@@ -11,25 +11,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel import wire
-from notebook_accel.launch.control.call import Call
+from notebook_accel.launch.control.call import Call, NewCall
+from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_state import Failure, apply
 from notebook_accel.launch.engines.engine import Engine, RankPlan
-from notebook_accel.launch.payload import Registry
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.payload import PackedCall, Registry
 from notebook_accel.launch.payload.cells import name_cells
 from notebook_accel.launch.payload.notebook_state import apply_generators, capture
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
 from notebook_accel.system.interrupts import let_through
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import NewCall
-    from notebook_accel.launch.control.metrics_file import MetricStore
-    from notebook_accel.launch.launch_request import LaunchRequest
-    from notebook_accel.launch.payload import PackedCall
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -29,10 +29,13 @@ from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
-from notebook_accel.launch.control.call import RankCall
+from notebook_accel.launch.control.call import Call, NewCall, RankCall
 from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.waiting import WaitingPool
 from notebook_accel.launch.engines.engine import Engine, RankPlan
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.payload import PackedCall
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.rank_environment import (
     ON_CPU,
@@ -42,20 +45,13 @@ from notebook_accel.launch.rank_environment import (
     variables_of_choice,
 )
 from notebook_accel.launch.template.forking import traceback_of
-from notebook_accel.launch.template.handle import ask_template
+from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes, scratch
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.processes import import_path
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import Call, NewCall
-    from notebook_accel.launch.control.run_folder import RunFolder
-    from notebook_accel.launch.launch_request import LaunchRequest
-    from notebook_accel.launch.payload import PackedCall
-    from notebook_accel.launch.template.handle import Template
 
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it
 # may get its turn a second later.

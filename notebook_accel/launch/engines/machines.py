@@ -23,14 +23,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from notebook_accel import wire
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
+from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import AgentEngine, abandon, may_have_libraries
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.rank_environment import (
     INTERFACES,
     ON_CPU,
@@ -52,11 +55,6 @@ from notebook_accel.launch.transport.machine_link import (
 )
 from notebook_accel.system.kept_environment import kept_environment
 from notebook_accel.system.processes import import_path
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.engine import RankPlan
-    from notebook_accel.launch.launch_request import LaunchRequest
 
 # The machine has its template before it joins, and forks an agent in milliseconds.
 _AGENT_SECONDS = 60.0

@@ -16,24 +16,22 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.engines.elastic import join
 from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.machines import (
+    JoinedMachine,
     MachinesEngine,
     notices_of,
     torchelastic_variables,
 )
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.private.of_debugpy import without_debugger
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.machines import JoinedMachine
-    from notebook_accel.launch.launch_request import LaunchRequest
 
 # A cluster that scales itself up needs minutes for a node.
 _PLACE_SECONDS = 300.0

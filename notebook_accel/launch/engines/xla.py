@@ -9,16 +9,13 @@ chips free, and the function may be defined in a cell.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from notebook_accel import tpu
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.launch_request import LaunchRequest
 
 
 class XlaEngine(LocalEngine):

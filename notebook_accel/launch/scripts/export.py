@@ -24,13 +24,11 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.text.used_names import is_history, names_of
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.payload import CellSource
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"

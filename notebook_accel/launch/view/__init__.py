@@ -16,11 +16,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.launch.run import Run
+from notebook_accel.launch.control.run_state import RunState
+from notebook_accel.launch.run import Run
 
 _log = logging.getLogger(__name__)
 

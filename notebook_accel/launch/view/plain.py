@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from notebook_accel.launch.control.run_state import RankState, RunState
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import View
@@ -20,10 +22,6 @@ from notebook_accel.launch.view.progress import Throughput, name_of, progress_li
 from notebook_accel.launch.view.step_times import step_lines
 from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
 from notebook_accel.system.token_bucket import TokenBucket
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RankState, RunState
-    from notebook_accel.launch.run import Run
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.curves import NotFinite
+from notebook_accel.launch.control.run_state import BarState, RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.curves import NotFinite
-    from notebook_accel.launch.control.run_state import BarState, RankState, RunState
 
 # Throughput is the mean over this window: long enough to be calm, short enough to be news.
 _WINDOW_SECONDS = 5.0

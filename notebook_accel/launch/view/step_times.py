@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import median
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.text import wording
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
 
 _PARTS = ("data", "forward", "backward", "collectives", "optimizer", "rest")
 # Of so many ranks each has a row; of more, the slowest one and the median have.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.curves import main_metric
+from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import (
@@ -22,9 +22,6 @@ from notebook_accel.launch.view.progress import (
     progress_text,
 )
 from notebook_accel.launch.view.step_times import step_lines, step_table
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RankState, RunState
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
 SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○", "not asked": "○"}

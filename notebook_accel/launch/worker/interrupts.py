@@ -14,12 +14,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from notebook_accel import wire
-    from notebook_accel.actions.scoreboard import RankRow
-    from notebook_accel.launch.transport.channel import Channel
+from notebook_accel import wire
+from notebook_accel.actions.scoreboard import RankRow
+from notebook_accel.launch.transport.channel import Channel
 
 # Wakes a main thread that has a SIGINT to handle and does not know: it was about to sleep, or the
 # system gave the signal to another thread. Python runs handlers in the main thread alone, between

@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel import tpu, wire
 from notebook_accel.actions.scoreboard import Scoreboard
@@ -41,10 +41,10 @@ from notebook_accel.errors import LaunchError, RunStopped
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.notebook_state import apply_notebook_state
-from notebook_accel.launch.setup.steps import take_over
+from notebook_accel.launch.setup.steps import Step, take_over
 from notebook_accel.launch.template.prepared_libraries import OF_TEMPLATE, is_library, modules_of
 from notebook_accel.launch.text import wording
-from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import pack, unpack
 from notebook_accel.launch.worker import (
     bars,
@@ -66,10 +66,6 @@ from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
 from notebook_accel.system.memory import free_memory
 from notebook_accel.system.own_files import FULL_DISK
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.setup.steps import Step
-    from notebook_accel.launch.transport.channel import Channel
 
 # faulthandler writes the stacks on it, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7

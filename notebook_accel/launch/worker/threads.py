@@ -20,8 +20,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from notebook_accel import wire
+from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.worker import exiting, output, standard_input
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
@@ -36,10 +38,6 @@ from notebook_accel.launch.worker.main import (
 from notebook_accel.private import of_python
 from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
-    from notebook_accel.actions.scoreboard import RankRow
 
 
 class Host:

@@ -20,15 +20,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload import CellSource, cells
 from notebook_accel.launch.worker.tracebacks import error_text, users_frames
+from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.rank import this_rank
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.payload import CellSource
-    from notebook_accel.notebook.worker.shown_value import ShownValue
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from IPython.core.compilerop import CachingCompiler
@@ -24,15 +24,12 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 
-from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload import CellSource, cells
 from notebook_accel.launch.payload.cells import global_names
 from notebook_accel.launch.text.used_names import is_history
 from notebook_accel.launch.worker import displays
 from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.rank import this_rank
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.payload import CellSource
 
 # ---- The IPython shell of a rank: it runs cells as a kernel does, and keeps what they show.
 

@@ -14,8 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
@@ -54,18 +57,12 @@ from notebook_accel.training.files.weights import (
     with_ties,
 )
 from notebook_accel.training.models import uncompiled
+from notebook_accel.training.preparing.prepare import Preparation
+from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
 from notebook_accel.training.strategies.deepspeed import deepspeed_files
 from notebook_accel.wire import Saved
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from notebook_accel.training.preparing.prepare import Preparation
-    from notebook_accel.training.settings.handlers import ProjectConfiguration
 
 
 class Checkpoints:

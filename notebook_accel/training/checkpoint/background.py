@@ -14,20 +14,17 @@ import copy
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
-from notebook_accel.training.checkpoint.joint_save import describe
+from notebook_accel.training.checkpoint.joint_save import JointSave, describe
+from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.notices import notice
-
-if TYPE_CHECKING:
-    from notebook_accel.training.checkpoint.joint_save import JointSave
-    from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 
 # The longest that an interrupt goes unheard while the rank waits for the thread.
 _SLICE_SECONDS = 0.1

@@ -13,13 +13,10 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.files.atomic import StagedFolder
-
-if TYPE_CHECKING:
-    from notebook_accel.training.settings.handlers import ProjectConfiguration
+from notebook_accel.training.settings.handlers import ProjectConfiguration
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")
 # The states of objects that the user registered.

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.training.files.weights import numbered
-from notebook_accel.training.stepping.optimizer import inner_optimizer
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 
 _MAX_NAMED = 3
 

@@ -25,20 +25,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.checkpoint.folders import is_ours
+from notebook_accel.training.checkpoint.folders import Numbering, is_ours
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.files.atomic import StagedFolder
-
-if TYPE_CHECKING:
-    from notebook_accel.training.checkpoint.folders import Numbering
-    from notebook_accel.training.processes.topology import Topology
+from notebook_accel.training.processes.topology import Topology
 
 # How long a rank waits for another one, which may read or write slowly.
 _PATIENCE_SECONDS = 3600.0

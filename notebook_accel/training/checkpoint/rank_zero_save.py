@@ -23,21 +23,18 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.checkpoint.folders import is_ours
+from notebook_accel.training.checkpoint.folders import Numbering, is_ours
 from notebook_accel.training.checkpoint.joint_save import describe, slices
 from notebook_accel.training.checkpoint.start import has_save_id, random_states_file
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
-
-if TYPE_CHECKING:
-    from notebook_accel.training.checkpoint.folders import Numbering
-    from notebook_accel.training.processes.topology import Topology
+from notebook_accel.training.processes.topology import Topology
 
 # How long a rank waits for rank 0 to begin the save: for the number of a checkpoint, and at the
 # end. Ranks that run the same code come to it together.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.rank.this_rank import current
@@ -32,12 +32,10 @@ from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.files.pieces import Piece, state_file
 from notebook_accel.training.files.state_files import explain, read_state
 from notebook_accel.training.files.weights import numbered
+from notebook_accel.training.preparing.prepare import Preparation
 from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
-
-if TYPE_CHECKING:
-    from notebook_accel.training.preparing.prepare import Preparation
 
 # Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.
 # Generators are in both: a rank without a file of its own takes rank 0's.

@@ -7,13 +7,12 @@ use its methods.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
-
-if TYPE_CHECKING:
-    import torch
 
 _KEY = "exchange without a process group"
 

@@ -8,13 +8,12 @@ over all ranks unless they are given a group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch.distributed as dist
 
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.data_group import current_data_group
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["gather", "gather_object", "pad_across_processes", "reduce"]
 

@@ -18,9 +18,10 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.training.collectives import (
     as_bytes,
@@ -35,11 +36,7 @@ from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.seeding import synchronize_rng_state
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from notebook_accel.training.stepping.active_loaders import Position
+from notebook_accel.training.stepping.active_loaders import Position
 
 # A tensor of any type may begin at a multiple of it.
 _ALIGNMENT = 16

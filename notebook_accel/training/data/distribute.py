@@ -6,9 +6,10 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -39,9 +40,6 @@ from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.seeding import new_generator
 from notebook_accel.training.settings.notices import notice_once
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def prepare_loader(

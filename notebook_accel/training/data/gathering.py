@@ -9,9 +9,10 @@ many each rank has. In all other rounds the results are joined unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from notebook_accel.training.collectives import (
     compares,
@@ -24,9 +25,6 @@ from notebook_accel.training.collectives.debug_mode import require_agreement
 from notebook_accel.training.collectives.nested import honor_type, is_namedtuple, leaves, rebuild
 from notebook_accel.training.collectives.nested import recursively_apply as apply_to_tensors
 from notebook_accel.training.stepping.active_loaders import Position, active_loaders
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 def gather_for_metrics(

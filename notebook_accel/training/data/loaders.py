@@ -34,9 +34,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.errors import RunStopped
@@ -60,19 +61,15 @@ from notebook_accel.training.data.samplers import (
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.random_states import get_host_states, set_random_states
 from notebook_accel.training.processes.seeding import new_generator, synchronize_rng_state
+from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.active_loaders import (
     LoaderProgress,
     Position,
     ShortRound,
     active_loaders,
 )
+from notebook_accel.training.stepping.gradient_state import GradientState
 from notebook_accel.training.stepping.step_timer import step_timer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from notebook_accel.training.stepping.accumulation import Accumulation
-    from notebook_accel.training.stepping.gradient_state import GradientState
 
 _HOST = torch.device("cpu")
 _NO_BATCH = object()

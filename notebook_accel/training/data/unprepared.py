@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.settings.notices import notice_once
-
-if TYPE_CHECKING:
-    from notebook_accel.training.collectives.data_group import DataGroup
 
 _NUM_BATCHES = 100
 # Of a tensor, at most about so many elements are compared.

@@ -19,7 +19,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,6 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
@@ -44,10 +46,6 @@ from notebook_accel.rank.this_rank import has_process_group
 from notebook_accel.training.collectives import gather_object, this_rank
 from notebook_accel.training.files.pieces import Piece, state_file
 from notebook_accel.training.files.state_files import explain, read_pickle, read_state
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
 _EXTRA_FILE = "extra.bin"
 _EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave

@@ -10,20 +10,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.nn import Module
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.files.atomic import StagedFolder, naming_full_disk, replacing_file
 from notebook_accel.training.files.state_files import explain, read_state, write_state
 from notebook_accel.training.processes import topology
-
-if TYPE_CHECKING:
-    from torch.nn import Module
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 OPTIMIZER_NAME = "optimizer"

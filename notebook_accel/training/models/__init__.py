@@ -12,15 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.nested import convert_to_fp32
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
 
 class ReplacedForward:

@@ -11,19 +11,17 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import Module
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.models import ReplacedForward, replaced_forwards
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import KwargsHandler, TextEnum
-
-if TYPE_CHECKING:
-    from torch.nn import Module
 
 
 class DynamoBackend(TextEnum):

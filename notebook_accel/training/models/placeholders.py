@@ -7,15 +7,13 @@ passes them to ``prepare``, which returns the ones that DeepSpeed made from its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class DummyOptim(torch.optim.Optimizer):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import AutocastForward, strip_forward
 from notebook_accel.training.precision.float8 import AORecipeKwargs, convert_model_to_fp8_ao
+from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.settings import environment
-
-if TYPE_CHECKING:
-    from notebook_accel.training.precision.loss_scaling import LossScaling
-    from notebook_accel.training.settings.handlers import AutocastKwargs, GradScalerKwargs
+from notebook_accel.training.settings.handlers import AutocastKwargs, GradScalerKwargs
 
 
 class Precision:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.environment import is_installed, parse_flag_from_env
 from notebook_accel.training.settings.handlers import KwargsHandler
-
-if TYPE_CHECKING:
-    from torch.nn import Module
 
 __all__ = [
     "AORecipeKwargs",

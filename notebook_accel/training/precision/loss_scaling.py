@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.optim import Optimizer
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.models import weights_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class LossScaling:

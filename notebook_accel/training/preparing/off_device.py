@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
 
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.processes.devices import device_module
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.strategies.dtensors import local_part
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
 
 @contextlib.contextmanager

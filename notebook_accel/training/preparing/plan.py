@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.models.compiling import resolve_dynamo
+from notebook_accel.training.models.compiling import TorchDynamoPlugin, resolve_dynamo
 from notebook_accel.training.precision import (
     Precision,
     make_precision,
@@ -30,6 +32,7 @@ from notebook_accel.training.settings.handlers import (
     pick_handler,
 )
 from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.stepping.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.strategies import (
@@ -39,12 +42,6 @@ from notebook_accel.training.strategies import (
     make_strategy,
     resolve_plugins,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from notebook_accel.training.models.compiling import TorchDynamoPlugin
-    from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 # Arguments of Hugging Face's Accelerator that are not built here, and what to use instead.
 UNBUILT = {

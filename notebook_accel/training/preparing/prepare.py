@@ -14,13 +14,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
@@ -31,6 +32,7 @@ from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
 from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.off_device import off_device
+from notebook_accel.training.preparing.plan import Plan
 from notebook_accel.training.preparing.state_after_stop import parts_of
 from notebook_accel.training.processes.device_memory import is_out_of_memory, memory_parts
 from notebook_accel.training.processes.devices import name_of_device
@@ -43,11 +45,6 @@ from notebook_accel.training.stepping.optimizer import (
 )
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from notebook_accel.training.preparing.plan import Plan
 
 # Packages whose objects torch cannot train: passing them through would fail much later.
 _FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}

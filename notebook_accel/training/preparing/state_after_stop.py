@@ -15,25 +15,21 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
+from torch.nn import Module
 
 from notebook_accel.training.collectives.nested import honor_type, num_bytes, recursively_apply
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.state_files import write_state
 from notebook_accel.training.files.weights import numbered, save_weights
-from notebook_accel.training.models import uncompiled
+from notebook_accel.training.models import PreparedModel, uncompiled
 from notebook_accel.training.models.meta_copy import fill
 from notebook_accel.training.settings.notices import notice
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from notebook_accel.training.models import PreparedModel
-    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-    from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.strategies.base import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from notebook_accel.training.collectives import split_between
 from notebook_accel.training.collectives.data_group import DataGroup, current_data_group
 from notebook_accel.training.processes import topology
-
-if TYPE_CHECKING:
-    import torch
-
-    from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.settings.handlers import DistributedType
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 

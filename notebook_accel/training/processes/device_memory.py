@@ -6,17 +6,15 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import num_bytes
 from notebook_accel.training.processes import devices
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
 # Texts of errors that have no type of their own, in lower case: CUDA, HIP, XPU and MPS; cuDNN and
 # cuBLAS, which say so when their workspace does not fit; the host's allocator.

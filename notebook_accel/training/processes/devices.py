@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,9 @@ import torch.distributed as dist
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import DeviceMemory
+from notebook_accel.training.collectives.exchange import Exchange
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
-
-if TYPE_CHECKING:
-    from notebook_accel.training.collectives.exchange import Exchange
 
 _PCI = Path("/sys/bus/pci/devices")
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,9 +43,7 @@ from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.group_store import store_of_next_group
 from notebook_accel.rank.this_rank import StorePort, current, has_process_group
-
-if TYPE_CHECKING:
-    from notebook_accel.training.settings.handlers import InitProcessGroupKwargs
+from notebook_accel.training.settings.handlers import InitProcessGroupKwargs
 
 _OURS = "process group is ours"
 # For the connections alone. The store also has what ranks wait for later: NCCL connects them at the

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch.nn import Module
 
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.processes.topology import establish, is_established
-
-if TYPE_CHECKING:
-    from torch.nn import Module
 
 _WRAPPED = "models that are wrapped in the process group"
 _HAS_MESH = "a device mesh was made of the process group"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
@@ -21,9 +21,6 @@ from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.process_group import open_process_group
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
-
-if TYPE_CHECKING:
-    import torch
 
 _KEY = "topology"
 _listeners: list[Callable[[Topology], None]] = []

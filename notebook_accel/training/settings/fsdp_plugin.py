@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Module
 
 from notebook_accel.config.fsdp import FsdpOptions
 from notebook_accel.config.setting import documented, settings_of
@@ -29,7 +30,6 @@ from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-    from torch.nn import Module
 
 _WRAPS = settings_of(FsdpOptions)["auto_wrap_policy"].texts
 # What the environment says of these depends on other fields.

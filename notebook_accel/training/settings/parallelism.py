@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.config.mesh import MeshOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import as_steps
 from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,8 @@ from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.active_loaders import Position, active_loaders
 
-if TYPE_CHECKING:
-    GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
-    Models = torch.nn.Module | Sequence[torch.nn.Module]
+GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
+Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 _CURRENT = "accumulation"
 _OPEN_WINDOW = (

@@ -15,12 +15,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from notebook_accel.rank.this_rank import RankContext, current
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ShortRound(NamedTuple):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import (
     Accumulation,
     current_accumulation,
     forget_accumulation,
 )
 from notebook_accel.training.stepping.active_loaders import active_loaders
-
-if TYPE_CHECKING:
-    from notebook_accel.training.settings.handlers import (
-        GradientAccumulationPlugin,
-    )
 
 
 class GradientState:

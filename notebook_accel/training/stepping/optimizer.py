@@ -21,24 +21,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from notebook_accel.rank.this_rank import current
+from notebook_accel.rank.this_rank import DeviceMemory, current
 from notebook_accel.training.models import PreparedModel, weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling, gradient_marks
 from notebook_accel.training.settings.notices import notice, notice_once
-from notebook_accel.training.stepping.accumulation import current_accumulation
+from notebook_accel.training.stepping.accumulation import Accumulation, current_accumulation
 from notebook_accel.training.stepping.gradient_state import GradientState
 from notebook_accel.training.stepping.step_timer import REST, step_timer
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from notebook_accel.rank.this_rank import DeviceMemory
-    from notebook_accel.training.stepping.accumulation import Accumulation
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.stepping.accumulation import current_accumulation
+from notebook_accel.training.stepping.accumulation import Accumulation, current_accumulation
 from notebook_accel.training.stepping.gradient_state import GradientState
-
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from notebook_accel.training.stepping.accumulation import Accumulation
-    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
 # A rate this much smaller than the highest one counts as none.
 _NOTHING = 1e-9

@@ -21,14 +21,13 @@ call is not measured, as much is made in it for the first time.
 from __future__ import annotations
 
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import RankContext, current
 from notebook_accel.training.processes import devices
-
-if TYPE_CHECKING:
-    import torch
 
 # The order of `wire.StepTimes`: two sums over whole steps, the parts of a step, two waits.
 _NUM_STEPS, _TOTAL, DATA, FORWARD, BACKWARD, OPTIMIZER, REST, _COLLECTIVES, _DATA_WAIT = range(9)

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch.nn import Module
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.parallelism import ParallelismConfig
+from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 __all__ = [
     "PLUGIN_ARGUMENTS",

@@ -14,33 +14,26 @@ never checks which strategy it has::
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.models.compiling import compile_model
 from notebook_accel.training.processes import devices
+from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.settings.parallelism import ParallelismConfig
+from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import measure_steps
 from notebook_accel.training.strategies.for_checkpoints import ForCheckpoints
 from notebook_accel.training.strategies.for_training_loops import ForTrainingLoops
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from notebook_accel.training.settings.handlers import DistributedType
-    from notebook_accel.training.settings.parallelism import ParallelismConfig
-    from notebook_accel.training.stepping.accumulation import Accumulation
-    from notebook_accel.training.strategies.strategy_request import (
-        ModelToPrepare,
-        PrepareCall,
-        Request,
-    )
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 
 class Strategy(ForTrainingLoops, ForCheckpoints):

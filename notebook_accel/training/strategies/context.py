@@ -21,21 +21,19 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import Module
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import devices
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
 # As it is outside of a block: inside, torch has put its ring in its place.
 _attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention

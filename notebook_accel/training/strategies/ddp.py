@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.models import weights_of
@@ -16,16 +19,10 @@ from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.renewal import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.stepping.accumulation import Accumulation
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
-
-    from notebook_accel.training.stepping.accumulation import Accumulation
-    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 
 class DDPStrategy(TakesSpreadModels):

@@ -8,21 +8,19 @@ tensors: other functions join shards to full tensors, and shard full tensors on 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import reduce
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.models import weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:

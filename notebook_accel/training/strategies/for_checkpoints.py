@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
+from torch.nn import Module
+from torch.optim import Optimizer
 
-    from notebook_accel.training.files.pieces import Piece
+from notebook_accel.training.files.pieces import Piece
 
 
 class ForCheckpoints:

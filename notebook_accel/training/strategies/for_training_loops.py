@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.strategy_request import call_model
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
 
 class ForTrainingLoops:

@@ -12,24 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import ReplacedForward
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.strategies.dtensors import local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module, Parameter
-
-    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
 def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:

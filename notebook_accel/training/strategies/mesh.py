@@ -17,35 +17,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.models import weights_of
 from notebook_accel.training.processes.renewal import note_mesh
+from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
-from notebook_accel.training.settings.parallelism import fit_sizes
+from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_sizes
 from notebook_accel.training.strategies import dtensors, parallelize
+from notebook_accel.training.strategies.context import SequenceDivider
 from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from notebook_accel.training.processes.topology import Topology
-    from notebook_accel.training.settings.parallelism import ParallelismConfig
-    from notebook_accel.training.strategies.context import SequenceDivider
-    from notebook_accel.training.strategies.strategy_request import (
-        ModelToPrepare,
-        Request,
-    )
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 # What views call the dimensions of a mesh.
 _LABELS = {"pp": "PP", "dp_replicate": "replicas", "cp": "CP", "tp": "TP"}

@@ -19,12 +19,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel.config.checks import too_old_torch
@@ -38,15 +40,7 @@ from notebook_accel.training.strategies.micro_batches import (
     Pipeline,
     add_up_gradients,
 )
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from notebook_accel.training.strategies.strategy_request import (
-        ModelToPrepare,
-        Request,
-    )
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 _Key = tuple[float, ...]
 

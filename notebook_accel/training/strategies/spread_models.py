@@ -15,21 +15,18 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.models import uncompiled, weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 
 def has_parts(tensors: Iterable[Any]) -> bool:

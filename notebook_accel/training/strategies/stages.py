@@ -23,24 +23,21 @@ import copy
 import operator
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import ReplacedForward
+from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies.micro_batches import (
     SCHEDULES,
     Pipeline,
     StageEnds,
     weights_outside,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from notebook_accel.training.settings.parallelism import ParallelismConfig
 
 PLAIN_LOOP = (
     "a pipeline (pp_size > 1) runs forward, loss and backward together: in place of "

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.training.models.compiling import TorchDynamoPlugin
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from notebook_accel.training.precision import Precision
-    from notebook_accel.training.processes.topology import Topology
-    from notebook_accel.training.settings.handlers import KwargsHandler
-    from notebook_accel.training.stepping.accumulation import Accumulation
+from notebook_accel.training.precision import Precision
+from notebook_accel.training.processes.topology import Topology
+from notebook_accel.training.settings.handlers import KwargsHandler
+from notebook_accel.training.stepping.accumulation import Accumulation
 
 
 @dataclass(frozen=True, kw_only=True)

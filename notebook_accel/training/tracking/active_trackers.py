@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.tracking.tracker import GeneralTracker, numbers_of
-
-if TYPE_CHECKING:
-    from notebook_accel.training.settings.handlers import ProjectConfiguration
 
 
 class Tracking:

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import profiler
+
+from notebook_accel.training.settings.handlers import ProfileKwargs
 from notebook_accel.training.settings.notices import notice_once
-
-if TYPE_CHECKING:
-    from torch import profiler
-
-    from notebook_accel.training.settings.handlers import ProfileKwargs
 
 # The operators that take longest: what fits below a cell without scrolling.
 _NUM_ROWS = 12

@@ -7,16 +7,14 @@ this device type. torch_xla is slow to import, so it is imported only when a ran
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from notebook_accel import tpu
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
-
-if TYPE_CHECKING:
-    from notebook_accel.training.collectives.exchange import Exchange
+from notebook_accel.training.collectives.exchange import Exchange
 
 _HAS_BATCHES = "batches since the last step on XLA"
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -22,17 +24,12 @@ from torch.optim.optimizer import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
 from notebook_accel.training.models import RemovableForward, replaced_forwards, weights_of
+from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 from notebook_accel.training.xla import xla_processes
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from notebook_accel.training.precision.loss_scaling import LossScaling
-    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 # Torch has one flag for the process, and ranks may be threads of it.
 _moving = threading.Lock()

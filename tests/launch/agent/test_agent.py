@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -20,9 +21,6 @@ from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

@@ -6,16 +6,13 @@ import os
 import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.system.own_files import log_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 LIVE = 32_768
 

@@ -7,8 +7,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel import wire
@@ -25,9 +27,6 @@ from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from notebook_accel.launch.control.run_state import RunState
 
 __all__ = ["DrawnStates", "PlayedAgent", "PlayedRun", "played"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import operator
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,9 +22,6 @@ from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from notebook_accel.launch.control.call import Call
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accel import wire
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import struct
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +20,6 @@ from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -19,9 +19,6 @@ from notebook_accel.launch.control.run_folder import RunFolder, run_folders, run
 from notebook_accel.launch.control.run_state import starting
 from notebook_accel.system.own_files import log_path
 from tests.descriptors import open_descriptors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEPT = 50
 

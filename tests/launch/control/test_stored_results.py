@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +12,6 @@ from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.payload import pack_result
 from notebook_accel.launch.transport.segment import pack
 from tests.descriptors import open_descriptors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def keep(folder: Path, value: object) -> StoredResults:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from notebook_accel import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
 from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
 from notebook_accel.launch.control.verdict import Verdict, judge
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LOGS = "/runs/r"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,8 +20,6 @@ from notebook_accel.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from notebook_accel.launch.control.agent_link import AgentLink
 
 

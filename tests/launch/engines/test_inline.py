@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +27,6 @@ from tests.engines.processes import below
 from tests.launches import launch, without_gloo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
 

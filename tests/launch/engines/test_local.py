@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -28,9 +29,6 @@ from notebook_accel.system import processes
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below, gone
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 SECONDS = 60.0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,6 @@ import torch
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.names import look_at, names_used
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Larger than what was once compared of an array; pages of zeros that nobody wrote cost nothing.
 LARGE = 100_000_001

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,6 @@ import torch
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
 from tests.launch.payload.clean_ranks import Notebook, Raised
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 # ---- out by value --------------------------------------------------------------------------
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from jupyter_client.manager import KernelManager
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _ROOT = Path(__file__).parents[3]
 _SECONDS = 60

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +16,6 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.payload.pickling import STAYS_HOME
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.launch.payload.clean_ranks import Notebook
 
 

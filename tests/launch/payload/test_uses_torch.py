@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel.launch.payload import pack_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def by_reference() -> int:

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -19,10 +20,6 @@ from tests.engines.processes import gone
 from tests.launch.agents import SECONDS
 from tests.templates import import_little
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Libraries:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 from uuid import uuid4
 
 import psutil
@@ -23,9 +23,6 @@ from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, agent_by_hand
 from tests.templates import import_little
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(name="source")

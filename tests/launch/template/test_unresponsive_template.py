@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -19,9 +20,6 @@ from tests.engines.processes import gone
 from tests.launches import launch
 from tests.templates import import_little
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # A new template imports torch, on a busy machine.
 SOON = 40.0

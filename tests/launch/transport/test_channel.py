@@ -9,7 +9,10 @@ import struct
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -17,11 +20,6 @@ from notebook_accel import wire
 from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
 from tests.descriptors import open_descriptors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from types import FrameType
 
 SOON = 5.0
 BIG = "x" * 3_000_000

@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,6 @@ from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.segment import pack, unpack
 from tests.descriptors import open_descriptors
 from tests.launch.transport.test_channel import beside, frame
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SOON = 20.0
 WINDOW = 8 << 20

@@ -6,7 +6,8 @@ import contextlib
 import hmac
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,6 @@ from notebook_accel.launch.transport.handshake import (
     new_secret,
 )
 from tests.launch.transport.test_channel import beside, notice, text_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAGIC = b"notebook-accel %03d" % wire.VERSION
 

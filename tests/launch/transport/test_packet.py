@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,9 +12,6 @@ from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.channel import decode, encode
 from notebook_accel.launch.transport.segment import pack, unpack
 from tests.descriptors import open_descriptors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SMALL, LARGE = b"s" * 100, b"l" * 1_000_000
 

@@ -8,7 +8,8 @@ import resource
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from notebook_accel import wire
 from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NUM_MESSAGES = 20_000
 

@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -29,9 +30,6 @@ from notebook_accel.launch.worker.main import (
 )
 from notebook_accel.launch.worker.tracebacks import shorten
 from notebook_accel.rank.this_rank import LaunchedContext
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

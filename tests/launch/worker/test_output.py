@@ -6,14 +6,11 @@ import os
 import resource
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from notebook_accel.launch.worker.output import redirect
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "limited"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,9 +18,6 @@ from tests.training.scripts.parts import (
     step_of,
     update,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def train_with_resume(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded, update
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def cv_example(accelerate: Any, folder: Path) -> dict[str, Any]:

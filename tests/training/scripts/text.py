@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.training.scripts.parts import Sentences, fingerprint, gpt2, seeded, update
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def language_model(accelerate: Any, folder: Path) -> dict[str, Any]:

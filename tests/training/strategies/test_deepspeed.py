@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,6 @@ from tests.training.meshes import (
     twin,
     weights_of,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("deepspeed")
 

@@ -22,20 +22,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.nn import Module
 
 from notebook_accel.config.deepspeed import DeepSpeedOptions
-from notebook_accel.config.setting import documented, settings_of
+from notebook_accel.config.setting import Setting, documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from notebook_accel.config.setting import Setting
 
 AUTO = "auto"
 

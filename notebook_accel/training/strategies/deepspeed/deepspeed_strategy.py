@@ -12,20 +12,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_deepspeed
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
+from notebook_accel.training.files.pieces import Piece
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.stepping.optimizer import shares_parameters
+from notebook_accel.training.stepping.accumulation import Accumulation
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, shares_parameters
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.deepspeed import deepspeed_files
@@ -36,18 +42,7 @@ from notebook_accel.training.strategies.deepspeed.zero_engine import (
     DeepSpeedSchedulerWrapper,
     GatheredParameters,
 )
-from notebook_accel.training.strategies.strategy_request import PrepareCall
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from notebook_accel.training.files.pieces import Piece
-    from notebook_accel.training.stepping.accumulation import Accumulation
-    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-    from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 _GROUP = "process group that DeepSpeed knows"
 

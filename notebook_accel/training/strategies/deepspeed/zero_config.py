@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.nn import Module
 
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes.devices import is_host
-from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import AUTO, is_open
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from notebook_accel.training.processes.topology import Topology
-    from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accel.training.strategies.strategy_request import PrepareCall
+from notebook_accel.training.processes.topology import Topology
+from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import (
+    AUTO,
+    DeepSpeedPlugin,
+    is_open,
+)
+from notebook_accel.training.strategies.strategy_request import PrepareCall
 
 _ZERO = "zero_optimization."
 

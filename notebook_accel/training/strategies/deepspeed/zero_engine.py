@@ -15,20 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from notebook_accel.rank.this_rank import current
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from notebook_accel.rank.this_rank import DeviceMemory, current
+from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import REST, step_timer
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from notebook_accel.rank.this_rank import DeviceMemory
-    from notebook_accel.training.stepping.accumulation import Accumulation
 
 __all__ = [
     "DeepSpeedEngineWrapper",
