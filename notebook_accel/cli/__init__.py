@@ -24,13 +24,13 @@ _COMMANDS = {
     "launch": ("launch", "run a script on several ranks"),
     "test": ("sanity", "train a small model as it is configured, and say what works"),
     "join": ("join", "lend this machine to a launch of a notebook on another one"),
-    "env": ("machine", "print versions, devices and settings, for a bug report"),
-    "doctor": ("machine", "look for what stops or hurts a launch on this machine"),
-    "runs": ("runs", "list the runs of all notebooks on this machine"),
-    "stop": ("runs", "stop a run of a notebook"),
-    "logs": ("runs", "print what the ranks of a run printed"),
-    "estimate-memory": ("weights", "estimate the memory that a model needs (by Accelerate)"),
-    "merge-weights": ("weights", "write sharded weights of FSDP into one file"),
+    "env": ("diagnosis", "print versions, devices and settings, for a bug report"),
+    "doctor": ("diagnosis", "look for what stops or hurts a launch on this machine"),
+    "runs": ("run_commands", "list the runs of all notebooks on this machine"),
+    "stop": ("run_commands", "stop a run of a notebook"),
+    "logs": ("run_commands", "print what the ranks of a run printed"),
+    "estimate-memory": ("model_weights", "estimate the memory that a model needs (by Accelerate)"),
+    "merge-weights": ("model_weights", "write sharded weights of FSDP into one file"),
 }
 
 

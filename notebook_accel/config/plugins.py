@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from notebook_accel.config.deepspeed import DeepSpeedOptions
-from notebook_accel.config.fsdp import FsdpOptions
-from notebook_accel.config.mesh import MeshOptions
+from notebook_accel.config.deepspeed_options import DeepSpeedOptions
+from notebook_accel.config.fsdp_options import FsdpOptions
+from notebook_accel.config.mesh_options import MeshOptions
 from notebook_accel.config.setting import Setting, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import parse_flag, shown

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from notebook_accel.config.fsdp import FsdpOptions
+from notebook_accel.config.fsdp_options import FsdpOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from notebook_accel.config.mesh import MeshOptions
+from notebook_accel.config.mesh_options import MeshOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from notebook_accel.config.deepspeed import DeepSpeedOptions
+from notebook_accel.config.deepspeed_options import DeepSpeedOptions
 from notebook_accel.config.setting import Setting, documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
