@@ -37,6 +37,7 @@ class LaunchRequest:
         asked: ranks for which a call of a session is meant; views show that the other ranks were
             not asked. None for all ranks.
         resume: folder of the checkpoint with which the training begins; "" if it begins anew.
+        origin: id of the run that is cloned, or goes on; "" if there is none.
         knobs: values with which knobs begin, in place of their defaults.
         devices: accelerators of this machine that the ranks use; the launcher fills it in.
         new_view: makes the view of a clone of the run; called with ``waits=``.
@@ -72,6 +73,7 @@ class LaunchRequest:
     notebook: bytes = b""
     run_id: str = ""
     resume: str = ""
+    origin: str = ""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
     new_view: Callable[..., View] = _no_view

@@ -413,6 +413,7 @@ def _new_call(
         devices=request.devices,
         notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
         detached=request.detach,
+        origin=request.origin,
     )
     typed = run_list.expression_to_attach if request.detach else run_list.expression_now
     metrics = MetricStore(folder.path)
@@ -448,6 +449,7 @@ def _clone(
         knobs={**request.knobs, **knobs},
         environment={},
         resume=resume,
+        origin=run.id,
         name=wording.arguments((), changes) or request.name,
         block=block,
         view=request.new_view(waits=block),

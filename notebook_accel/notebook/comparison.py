@@ -14,18 +14,29 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import Curve, mode_of, to_draw
 from notebook_accel.launch.control.metrics_file import MetricReader
-from notebook_accel.launch.control.plotting import chosen
+from notebook_accel.launch.control.plotting import Point, chosen
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.snapshot import FONT, MAX_PLOTS, MUTED, NO_MATHS, draw_metrics
+from notebook_accel.notebook.snapshot import (
+    FONT,
+    MAX_PLOTS,
+    MUTED,
+    NO_MATHS,
+    Snapshot,
+    draw_metrics,
+    render_snapshot,
+)
 from notebook_accel.render.charts import COLOURS, HOVER_STYLE, sparkline
 from notebook_accel.render.markup import element
 
@@ -161,6 +172,36 @@ def differing(runs: Sequence[Run]) -> list[str]:
         ", ".join(part for part in own if not all(part in other for other in parts))
         for own in parts
     ]
+
+
+class Original(NamedTuple):
+    """The run of which another one is a clone or goes on with, and what it is called there."""
+
+    label: str
+    run: Run
+
+    def points(self) -> dict[str, list[Point]]:
+        return {name: curve.points() for name, curve in curves_of(self.run).items()}
+
+
+def original_of(run: Run) -> Original | None:
+    """Return the original of a run; None if there is none, or it was deleted."""
+    if not run.state.origin:
+        return None
+    try:
+        found = run_list.find_run(run.state.origin)
+    except NotebookAccelError:
+        return None
+    about, _ = differing([found, run])
+    name = one_line(found.name, _MAX_LABEL)
+    return Original(one_line(f"{name} ({about})" if about else name, 2 * _MAX_LABEL), found)
+
+
+def snapshot_of(run: Run, state: RunState, **how: Any) -> Snapshot:
+    """Return the summary of a run, with the curves of its original."""
+    original = original_of(run)
+    before = None if original is None else (original.label, original.points())
+    return render_snapshot(state, call_of(run).metrics.sample(), original=before, **how)
 
 
 def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import RunState
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, draws_updates
-from notebook_accel.notebook.comparison import Charts
+from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
-from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim, render_snapshot
+from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim
 from notebook_accel.render.panel import Details
 
 # A page keeps up with 20 KB five times a second; 200 KB ten times a second came seconds late.
@@ -212,9 +212,9 @@ class Dashboard(View):
     # ---- drawing ---------------------------------------------------------------------------
 
     def _summary(self, run: Run, state: RunState, *, with_displays: bool = False) -> Snapshot:
-        return render_snapshot(
+        return snapshot_of(
+            run,
             state,
-            call_of(run).metrics.sample(),
             with_displays=with_displays,
             asked_stacks=None if self.panel is None else self.panel.asked_stacks,
         )

@@ -231,6 +231,7 @@ def notebook_launcher(
             name=name or "",
             detach=detach,
             resume=resumed,
+            origin=resume.id if isinstance(resume, Run) else "",
             new_view=partial(choose_view, view),
         )
         if ranks is not None:

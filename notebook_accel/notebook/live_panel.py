@@ -22,6 +22,7 @@ import ipywidgets
 from notebook_accel.launch import run_list
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
+from notebook_accel.notebook.comparison import original_of
 from notebook_accel.notebook.controls import Controls
 from notebook_accel.notebook.display_slot import start_thread, widget_view
 from notebook_accel.notebook.log_view import LogView
@@ -201,7 +202,7 @@ class LivePanel:
         buttons[1:1] = self._controls.buttons
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        self._metrics = MetricsView(clicks, widgets, call_of(run).metrics.read)
+        self._metrics = MetricsView(clicks, widgets, call_of(run).metrics.read, original_of(run))
         self._log = LogView(run.state, clicks, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
         gone = element(

@@ -16,6 +16,7 @@ from notebook_accel.launch.control.curves import Curve, LiveCurves
 from notebook_accel.launch.control.plotting import Point, number_steps
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.comparison import Original
 from notebook_accel.notebook.display_slot import start_thread
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.charts import PAGE_SIZE, render_charts
@@ -46,7 +47,9 @@ class MetricsView:
         clicks: ClicksAfterTheCell,
         widgets: PanelWidgets,
         read_rows: Callable[[], Sequence[Mapping[str, Any]]] = list,
+        original: Original | None = None,
     ) -> None:
+        self._original = original
         self._page = 0
         self._read_rows = read_rows
         # Of the steps that were read last: all of their values, which curves of a run have not.
@@ -147,8 +150,16 @@ class MetricsView:
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else 0
         points = {name: self._points(name, curve, steps) for name, curve in charts.items()}
+        original = self._original
+        before = {} if original is None else original.points()
         markup = render_charts(
-            charts, is_log=is_log, smoothing=smoothing, num_places=num_places, points=points
+            charts,
+            is_log=is_log,
+            smoothing=smoothing,
+            num_places=num_places,
+            points=points,
+            original="" if original is None else original.label,
+            before={name: _between(before[name], steps) for name in before},
         )
         self._charts.value = str(markup)
         if self._is_csv_asked:
@@ -162,9 +173,7 @@ class MetricsView:
     ) -> Sequence[Point]:
         if steps is None:
             return curve.points()
-        return self._detail.get(name) or [
-            point for point in curve.points() if steps[0] <= point[0] <= steps[1]
-        ]
+        return self._detail.get(name) or _between(curve.points(), steps)
 
     def _read(self, low: float, high: float) -> None:
         """Read the values of a range of steps, in a thread: it may take seconds."""
@@ -203,6 +212,12 @@ class MetricsView:
 
     def _turn(self, step: int) -> None:
         self._page = max(0, self._page + step)
+
+
+def _between(points: Sequence[Point], steps: tuple[float, float] | None) -> Sequence[Point]:
+    if steps is None:
+        return points
+    return [point for point in points if steps[0] <= point[0] <= steps[1]]
 
 
 def _steps_in(text: str) -> tuple[float, float] | None:

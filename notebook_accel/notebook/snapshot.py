@@ -27,6 +27,7 @@ from notebook_accel.launch.view.step_times import step_lines
 from notebook_accel.notebook.rank_displays import other_displays, render_displays
 from notebook_accel.render import charts
 from notebook_accel.render.ansi_colours import ansi_to_markup
+from notebook_accel.render.charts import ORIGINAL
 from notebook_accel.render.markup import (
     copy_button,
     element,
@@ -157,6 +158,7 @@ def render_snapshot(
     with_output: bool = True,
     with_displays: bool = False,
     asked_stacks: AskedStacks | None = None,
+    original: tuple[str, Mapping[str, Sequence[Point]]] | None = None,
 ) -> Snapshot:
     """Return the summary of a run: ranks, notices, errors, metrics, output.
 
@@ -165,6 +167,8 @@ def render_snapshot(
         with_output: False where it is printed already.
         with_displays: False where each display is an output of its own.
         asked_stacks: a title and stacks, if a click on Stacks fetched them.
+        original: what the run is called that this one is a clone of, or goes on with, and its
+            curves, which are pale.
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
@@ -184,7 +188,7 @@ def render_snapshot(
             for title, found in stacks
         ),
         _failure(state),
-        _metrics(curves),
+        _metrics(curves, original),
         _other_displays(state),
     ]
     if with_output:
@@ -303,11 +307,21 @@ def _other_displays(state: RunState) -> Markup:
 # ---- metrics -------------------------------------------------------------------------------
 
 
-def _metrics(curves: Mapping[str, Sequence[Point]]) -> Markup:
+def _metrics(
+    curves: Mapping[str, Sequence[Point]],
+    original: tuple[str, Mapping[str, Sequence[Point]]] | None,
+) -> Markup:
     if not curves:
         return Markup("")
     names = list(curves)
-    parts = [draw_metrics({name: {"": curves[name]} for name in names[:MAX_PLOTS]})]
+    label, before = original or ("", {})
+    drawn = {
+        name: {"": curves[name], **({ORIGINAL: before[name]} if before.get(name) else {})}
+        for name in names[:MAX_PLOTS]
+    }
+    is_there = any(len(each) > 1 for each in drawn.values())
+    parts = [element("div", f"pale: {label}", style=MUTED)] if is_there else []
+    parts.append(draw_metrics(drawn))
     others = names[MAX_PLOTS:]
     if others:
         values = [
@@ -340,14 +354,13 @@ def _plot(name: str, curves: Mapping[str, Sequence[Point]], how: Mapping[str, An
     first, last = (wording.number(value) for _, value in (points[0], points[-1]))
     value = "" if how.get("colours") else f"\N{NO-BREAK SPACE} {last}"
     parts = [element("div", element("b", name_of(name)), value)]
-    if len(curves) > 1 and not how.get("colours"):
-        own, other, *_ = curves
-        about = f"in colour: {own}" if own else f"pale: {other}"
+    if len(curves) > 1 and not how.get("colours") and ORIGINAL not in curves:
+        about = f"in colour: {next(iter(curves))}"
         parts.append(element("div", about, style=f"{MUTED};font-size:11px"))
     if max(map(len, curves.values())) > 1:
         alt = f"{name_of(name)}: {first} → {last} at step {wording.count(points[-1][0])}"
         parts.append(charts.saved_chart(curves, alt=alt, **how))
-    for called, points in curves.items():
+    for called, points in [*curves.items()][: 1 if ORIGINAL in curves else None]:
         found = reduce(lambda found, point: found.and_then(*point), points, NotFinite())
         if note := not_finite_note(found):
             style = f"font-size:11px;color:{COLOURS['stopped']}"

@@ -10,16 +10,16 @@ from IPython.core.getipython import get_ipython
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import RunState
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks
-from notebook_accel.notebook.comparison import Charts
+from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
-from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
+from notebook_accel.notebook.snapshot import render_line, render_slim
 from notebook_accel.text_values import shown
 
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.
@@ -45,11 +45,10 @@ class Transcript(PlainView):
 
     def close(self, state: RunState) -> None:
         if self._run is not None and not self._waits:
-            metrics = call_of(self._run).metrics.sample()
-            self._slot.show(render_snapshot(state, metrics, with_displays=True).bundle)
+            self._slot.show(snapshot_of(self._run, state, with_displays=True).bundle)
 
     def reopen(self, run: Run) -> None:
-        snapshot = render_snapshot(run.state, call_of(run).metrics.sample(), now=run.state.now())
+        snapshot = snapshot_of(run, run.state, now=run.state.now())
         DisplaySlot().show(snapshot.bundle)
         RankDisplays().show_new(run.state)
 
@@ -74,7 +73,7 @@ class Transcript(PlainView):
         if self.is_short_cell(run):
             snapshot = render_slim(run.state, with_output=False)
         else:
-            snapshot = render_snapshot(run.state, call_of(run).metrics.sample(), with_output=False)
+            snapshot = snapshot_of(run, run.state, with_output=False)
         self._displays.show_new(run.state)
         self._slot.show(snapshot.bundle)
 

@@ -44,6 +44,8 @@ COLOURS = (
 )  # fmt: skip
 _GREY = "#808080"
 _PALE = {"stroke": _GREY, "opacity": 0.7, "stroke_width": 1}
+# What the curve of the run that is cloned, or goes on, is called below the pointer.
+ORIGINAL = "original"
 _STEP = itemgetter(0)
 _VALUE = itemgetter(1)
 # The box that stretches, in units of its own: the curve lies between _TOP and _BOTTOM.
@@ -343,6 +345,8 @@ def render_charts(
     smoothing: float = 0.0,
     num_places: int = 0,
     points: Mapping[str, Sequence[Point]] | None = None,
+    original: str = "",
+    before: Mapping[str, Sequence[Point]] | None = None,
 ) -> Markup:
     """Return the live panel's charts as HTML; log scale for curves above zero alone.
 
@@ -351,18 +355,24 @@ def render_charts(
             the pale values themselves.
         num_places: the least number of places, so that all pages are equally high.
         points: those to draw of each curve; None for all.
+        original, before: what the run is called that this one is a clone of, or goes on with, and
+            its points, which are pale.
     """
+    before = {name: each for name, each in (before or {}).items() if each and name in shown}
     points = {name: curve.points() for name, curve in shown.items()} if points is None else points
-    num_lines = len(shown) * (2 if smoothing else 1)
+    num_lines = len(shown) * (2 if smoothing or before else 1)
     limit = min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, num_lines))
     num_stripes = min(_STRIPES, _MAX_STRIPES // max(1, len(shown)))
     cards = [
-        _card(name, curve, points[name], smoothing, is_log, limit, num_stripes)
+        _card(name, curve, points[name], smoothing, is_log, limit, num_stripes, before.get(name))
         for name, curve in shown.items()
     ]
     cards += [element("div", class_="na-chart")] * (num_places - len(cards))
     columns = {1: 2, 5: 3, 6: 3}.get(len(cards), len(cards))
     style = f"--columns:{columns}"
+    if before:
+        about = element("span", f"pale: {original}", class_="na-name", title=original)
+        cards.insert(0, element("div", about, class_="na-chart-head na-original"))
     return element("div", *cards, class_="na-charts", style=style, onmousedown=_ZOOM)
 
 
@@ -374,8 +384,10 @@ def _card(
     is_log: bool,
     limit: int,
     num_stripes: int,
+    before: Sequence[Point] | None,
 ) -> Markup:
-    can_be_log = all(y > 0 for _, y in points if math.isfinite(y))
+    every = [*points, *(before or ())]
+    can_be_log = all(y > 0 for _, y in every if math.isfinite(y))
     said = not_finite_note(curve.not_finite)
     # Beside the steps, where it moves nothing as it comes.
     note = element("span", shorten(said, 120), class_="na-not-finite", title=shorten(said, 200))
@@ -394,10 +406,13 @@ def _card(
     if len(points) < 2:
         # One value is no curve, and its number says it all.
         return element("div", head, note, class_="na-chart")
-    line, raw = (_smoothed(points, smoothing), [points]) if smoothing else (points, [])
-    drawn = _draw(line, limit, is_log=is_log and can_be_log, others=raw)
+    line = _smoothed(points, smoothing)
+    # A single pale curve, of which one knows what it is: that of the original, or the raw one.
+    lines = {"": line, **({ORIGINAL: _smoothed(before, smoothing)} if before else {})}
+    behind = [lines[ORIGINAL]] if before else [points] if smoothing else []
+    drawn = _draw(line, limit, is_log=is_log and can_be_log, others=behind)
     # Invisible, of the page's own: the browser's ``title`` vanishes at each drawing.
-    texts = _texts({"": line}, drawn, num_stripes)
+    texts = _texts(lines, drawn, num_stripes)
     hover = [element("i", element("span", text)) for text in texts]
     hover += _marks(curve, drawn)
     steps = f"{drawn.first:.0f} {drawn.last:.0f}"

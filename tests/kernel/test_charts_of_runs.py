@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 from base64 import b64decode
 from typing import TYPE_CHECKING, Any
 
@@ -119,3 +120,72 @@ def test_of_many_runs_the_best_is_in_colour(tmp_path: Path) -> None:
         assert colours[0] == "#808080"
         assert "in colour: 0.0833333" in html.unescape(page.partition("<img")[0])
         assert len(page.partition("<table")[0]) < 20_000
+
+
+CLONED = """
+import pathlib, time, torch
+from notebook_accel import Accelerator, find_run, notebook_launcher
+
+def train(lr, end=None):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+    for step in range(400):
+        accelerator.log({"loss": lr / (step + 1)}, step=step)
+        if end is None and step == 9 or end is not None and pathlib.Path(end).exists():
+            return accelerator.save_state(pathlib.Path(folder) / "kept")
+        time.sleep(0 if end is None else 0.05)
+"""
+
+
+def check_original(notebook: Notebook, launch: str, end: Path, legend: str) -> None:
+    """Check that the curve of the original is pale, live and in the summary."""
+    kernel = notebook.kernel
+    kernel.displays.clear()
+    kernel.models.clear()
+    notebook.run(f"new = {launch}")
+
+    def charts() -> list[str]:
+        values = (str(model.get("value")) for model in kernel.models.values())
+        return [value for value in values if "na-plot" in value]
+
+    is_drawn = lambda: any(chart.count("<path") == 2 for chart in charts())  # noqa: E731
+    assert kernel.listen_until(is_drawn, seconds=60), charts()
+    assert legend in html.unescape(charts()[0])
+    assert "original 0." in charts()[0]
+    end.touch()
+    has_summary = lambda: any("✓ succeeded" in str(one) for one in kernel.displays.values())  # noqa: E731
+    assert kernel.listen_until(has_summary, seconds=60)
+    pages = [str(one["data"].get("text/html")) for one in kernel.displays.values()]
+    (page,) = (page for page in pages if "✓ succeeded" in page)
+    assert strokes(page) == [["#808080", "#2f86d6"]]
+    assert legend in html.unescape(page)
+    end.unlink()
+
+
+def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path: Path) -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+        end = tmp_path / "end"
+        notebook.run(f"folder = {str(tmp_path)!r}{CLONED}")
+        notebook.run("old = notebook_launcher(train, (0.5,), 1, name='first')")
+        clone = f"old.clone(lr=0.25, end={str(end)!r})"
+        check_original(notebook, clone, end, "pale: first (lr=0.5)")
+        check_original(notebook, clone.replace(")", ", warm=True)"), end, "pale: first (lr=0.5)")
+        old = notebook.run("print(new.state.origin == old.id, old.id)").split()
+        assert old[0] == "True"
+        resume = f"notebook_launcher(train, (0.5, {str(end)!r}), 1, block=False, resume=old)"
+        check_original(notebook, resume, end, "pale: first")
+
+        # In another kernel, from the disk; and once the original was deleted without it.
+        page = "print(type(new.show()).__name__)"
+        new = notebook.run("print(new.id)").strip()
+        notebook.manager.restart_kernel(now=True)
+        notebook.kernel.client.wait_for_ready(timeout=60)
+        found = f"from notebook_accel import find_run\nnew = find_run({new!r})\n{page}"
+        reply = notebook.finish(notebook.start(found))
+        pages = [str(one["data"].get("text/html")) for one in reply.outputs]
+        assert "pale: first" in html.unescape("".join(pages))
+        shutil.rmtree(tmp_path / "runs" / old[1])
+        reply = notebook.finish(notebook.start("new.show()"))
+        assert "pale: first" not in str(reply.outputs)
+        assert "✓ succeeded" in str(reply.outputs)

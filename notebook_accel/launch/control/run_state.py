@@ -235,6 +235,7 @@ class RunState:
         training: precision and strategy of the training, such as "bf16, DDP"; "" if unknown.
         warnings: texts of Python's warnings, with the ranks that have shown them.
         checkpoint: folder of the newest checkpoint that the run wrote; "" before the first.
+        origin: id of the run of which this one is a clone, or goes on with; "" if there is none.
     """
 
     run: str
@@ -254,6 +255,7 @@ class RunState:
     detached: bool = False
     knobs: dict[str, wire.KnobMade] = field(default_factory=dict)
     checkpoint: str = ""
+    origin: str = ""
     devices: tuple[int, ...] = ()
     training: str = ""
     warnings: dict[str, tuple[int, ...]] = field(default_factory=dict)
