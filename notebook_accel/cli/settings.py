@@ -12,12 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from notebook_accel.config import (
-    LaunchConfig,
-    default_config_path,
-    settings_of,
-    write_basic_config,
-)
+from notebook_accel.config import LaunchConfig, default_config_path, settings_of, write_basic_config
 from notebook_accel.config.launch_config import settings_in_file
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import Setting

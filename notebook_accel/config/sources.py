@@ -20,11 +20,7 @@ import platformdirs
 
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.config.file import expanded
-from notebook_accel.config.launch_config import (
-    LaunchConfig,
-    check_names,
-    settings_in_file,
-)
+from notebook_accel.config.launch_config import LaunchConfig, check_names, settings_in_file
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import settings_of
 from notebook_accel.errors import ConfigError

@@ -157,11 +157,7 @@ class Ownership:
                 values[name] = self._namespace[name]
                 if facts.num_bytes > _LARGE_BYTES:
                     lines.append(f"pushed `{name}` ({facts.num_bytes / 1e6:,.0f} MB)")
-        return Push(
-            values=values,
-            lines=tuple(lines),
-            fills=frozenset(fills),
-        )
+        return Push(values=values, lines=tuple(lines), fills=frozenset(fills))
 
     def note_pushed(self, push: Push) -> None:
         for name, value in push.values.items():

@@ -30,12 +30,7 @@ import yaml
 from IPython.core.getipython import get_ipython
 from markupsafe import Markup
 
-from notebook_accel.config import (
-    LaunchConfig,
-    default_config_path,
-    given_settings,
-    settings_of,
-)
+from notebook_accel.config import LaunchConfig, default_config_path, given_settings, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError, LaunchError

@@ -28,13 +28,7 @@ from notebook_accel.notebook.rank_displays import other_displays, render_display
 from notebook_accel.render import charts
 from notebook_accel.render.ansi_colours import ansi_to_markup
 from notebook_accel.render.charts import ORIGINAL
-from notebook_accel.render.markup import (
-    copy_button,
-    element,
-    join,
-    message_bytes,
-    shorten,
-)
+from notebook_accel.render.markup import copy_button, element, join, message_bytes, shorten
 from notebook_accel.render.panel import (
     AskedStacks,
     fold_of_stacks,

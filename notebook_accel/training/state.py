@@ -24,10 +24,7 @@ from notebook_accel.training.processes import ProcessInfo, devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.settings.handlers import (
-    DistributedType,
-    InitProcessGroupKwargs,
-)
+from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import (
-    Accelerator,
-    FullyShardedDataParallelPlugin,
-    notebook_launcher,
-)
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, notebook_launcher
 from tests.training.inductor import train_blocks
 from tests.training.meshes import FLOAT_ERROR
 from tests.training.test_matrix import STRATEGIES, check, precisions_of, train

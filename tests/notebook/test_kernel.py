@@ -15,15 +15,7 @@ import papermill
 import pytest
 from jupyter_client.session import Session
 
-from tests.notebook.kernels import (
-    TRAIN,
-    Console,
-    Kernel,
-    Reply,
-    Seen,
-    VSCode,
-    open_kernel,
-)
+from tests.notebook.kernels import TRAIN, Console, Kernel, Reply, Seen, VSCode, open_kernel
 
 SETUP = (
     """

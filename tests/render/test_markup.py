@@ -4,14 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from notebook_accel.render.markup import (
-    Markup,
-    element,
-    escape,
-    join,
-    message_bytes,
-    shorten,
-)
+from notebook_accel.render.markup import Markup, element, escape, join, message_bytes, shorten
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m & \"quoted\" \x00\x07\ud800 </pre><b onclick=x>"
 

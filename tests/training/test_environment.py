@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.settings.environment import (
-    get_int_from_env,
-    parse_flag_from_env,
-)
+from notebook_accel.training.settings.environment import get_int_from_env, parse_flag_from_env
 
 
 def test_variables_are_read_or_defaults_taken(monkeypatch: pytest.MonkeyPatch) -> None:

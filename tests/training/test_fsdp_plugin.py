@@ -29,11 +29,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from notebook_accel import (
-    ConfigError,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-)
+from notebook_accel import ConfigError, FullyShardedDataParallelPlugin, ParallelismConfig
 from notebook_accel.training.settings.parallelism import fit_sizes
 from notebook_accel.training.strategies import fsdp
 from notebook_accel.training.strategies.fsdp import checkpoint_activations, choose_modules, units

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from notebook_accel import (
-    Accelerator,
-    FullyShardedDataParallelPlugin,
-)
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 

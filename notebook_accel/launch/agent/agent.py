@@ -125,11 +125,7 @@ _START_METHODS: dict[
 }
 
 
-def main(
-    channel: Channel,
-    kernel: int,
-    first: tuple[wire.Message, list[int]],
-) -> None:
+def main(channel: Channel, kernel: int, first: tuple[wire.Message, list[int]]) -> None:
     """Run the agent of one run in this process, until all its ranks have ended."""
     # A rank that was just forked, and has no handlers yet, inherits this.
     for number in (signal.SIGINT, worker.STACKS_SIGNAL, WAKE_SIGNAL):

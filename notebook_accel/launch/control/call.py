@@ -649,10 +649,7 @@ class RankCall(Call):
         self.metrics.flush()
         self.metrics.close()
         verdict = self._verdict or judge(
-            self.state,
-            is_stopped=self._is_stopped,
-            lost=lost,
-            log_dir=str(self.folder.path),
+            self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self.folder.path)
         )
         state = replace(
             self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure

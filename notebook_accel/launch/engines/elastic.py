@@ -45,10 +45,7 @@ from notebook_accel.launch.engines.machines import (
     torchelastic_variables,
 )
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.rank_environment import (
-    num_cores,
-    num_threads_of,
-)
+from notebook_accel.launch.rank_environment import num_cores, num_threads_of
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
 from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.transport.machine_link import (
@@ -349,9 +346,7 @@ class _Guest:
 def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:
     if message.imports:
         wanted = wire.Import(
-            items=message.imports,
-            environment=message.environment,
-            path=message.path,
+            items=message.imports, environment=message.environment, path=message.path
         )
 
         def prepare(source: Template) -> None:

@@ -123,13 +123,7 @@ class InlineCall(Call):
         text = plain_text(shorten(text))
         words = plain_text(f"{type(error).__name__}: {shorten(error_text(error))}")
         message = f"rank 0 failed: {words}\n\n{text}"
-        failure = Failure(
-            message=message,
-            rank=0,
-            ranks=(0,),
-            traceback=text,
-            exitcode=code,
-        )
+        failure = Failure(message=message, rank=0, ranks=(0,), traceback=text, exitcode=code)
         self._kept.raised = error
         self._become("failed")
         self.state = replace(self.state, failure=failure)

@@ -31,12 +31,7 @@ from notebook_accel.launch.payload.culprits import (
     pickled,
     variables,
 )
-from notebook_accel.launch.payload.pickling import (
-    CallPickler,
-    ResultPickler,
-    SessionPickler,
-    load,
-)
+from notebook_accel.launch.payload.pickling import CallPickler, ResultPickler, SessionPickler, load
 
 # Not as a part of the path of a file.
 _TORCH = re.compile(rb"(?<![\w/.-])torch\b")
@@ -226,9 +221,7 @@ def _dump(
 
 
 def _as_packed(
-    body: bytes,
-    buffers: Sequence[pickle.PickleBuffer],
-    head: tuple[Any, ...],
+    body: bytes, buffers: Sequence[pickle.PickleBuffer], head: tuple[Any, ...]
 ) -> Packed:
     views = (buffer.raw() for buffer in buffers)
     return Packed((memoryview(pickle.dumps(head)), *views, memoryview(body)))

@@ -40,12 +40,7 @@ def install_sources(sources: Sequence[CellSource]) -> None:
         lines = source.text.splitlines(keepends=True)
         # None for the time of change: ``linecache.checkcache`` keeps such an entry. It would drop
         # any other, since there is no such file.
-        linecache.cache[source.filename] = (
-            len(source.text),
-            None,
-            lines,
-            source.filename,
-        )
+        linecache.cache[source.filename] = (len(source.text), None, lines, source.filename)
         _labels[source.filename] = source.label
 
 

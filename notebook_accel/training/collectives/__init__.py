@@ -26,11 +26,7 @@ from notebook_accel.training.collectives.debug_mode import (
     require_agreement,
 )
 from notebook_accel.training.collectives.exchange import exchange
-from notebook_accel.training.collectives.nested import (
-    is_namedtuple,
-    rebuild,
-    recursively_apply,
-)
+from notebook_accel.training.collectives.nested import is_namedtuple, rebuild, recursively_apply
 
 # What every backend gathers as it is; the others travel as bytes.
 _CARRIED = frozenset(

@@ -22,12 +22,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.data.samplers import (
-    RoundBatch,
-    fill_up,
-    length_or_none,
-    share_of,
-)
+from notebook_accel.training.data.samplers import RoundBatch, fill_up, length_or_none, share_of
 from notebook_accel.training.stepping.active_loaders import ShortRound
 
 

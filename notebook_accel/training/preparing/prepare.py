@@ -67,16 +67,11 @@ class Preparation:
         self.checkpoints: Callable[[], Any] = lambda: None
         self._resumers: list[RemovableHandle] = []
         self.watch = UnpreparedWatch(
-            accumulation=plan.accumulation,
-            scaling=plan.strategy.scaling,
-            models=self.models,
+            accumulation=plan.accumulation, scaling=plan.strategy.scaling, models=self.models
         )
 
     def prepare(
-        self,
-        objects: Sequence[Any],
-        placement: Sequence[bool | None],
-        accelerator: Any,
+        self, objects: Sequence[Any], placement: Sequence[bool | None], accelerator: Any
     ) -> list[Any]:
         """Return the prepared objects, in the order given; all ranks call it.
 

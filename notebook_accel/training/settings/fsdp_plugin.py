@@ -251,9 +251,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         return functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=kinds)
 
     def set_mixed_precision(
-        self,
-        mixed_precision: str | torch.dtype,
-        override: bool = False,
+        self, mixed_precision: str | torch.dtype, override: bool = False
     ) -> None:
         """Set ``mixed_precision_policy``, by default only if no policy is set yet.
 

@@ -119,10 +119,7 @@ class _WrappedFor(NamedTuple):
 
 
 # What torch notes in a wrapper for the time of a block.
-_OF_BLOCKS = (
-    "require_backward_grad_sync",
-    "require_forward_param_sync",
-)
+_OF_BLOCKS = ("require_backward_grad_sync", "require_forward_param_sync")
 
 _WRAPPED: WeakKeyDictionary[Module, _WrappedFor] = WeakKeyDictionary()
 # Of models of which nothing trains: the hook that warns once one is thawed.

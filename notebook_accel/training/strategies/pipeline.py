@@ -36,10 +36,7 @@ from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
-from notebook_accel.training.strategies.micro_batches import (
-    Pipeline,
-    add_up_gradients,
-)
+from notebook_accel.training.strategies.micro_batches import Pipeline, add_up_gradients
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 _Key = tuple[float, ...]

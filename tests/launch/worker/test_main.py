@@ -21,13 +21,7 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.worker import groups, main
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
-from notebook_accel.launch.worker.main import (
-    Inherited,
-    Outcome,
-    Worker,
-    _hint,
-    _says_lost_peer,
-)
+from notebook_accel.launch.worker.main import Inherited, Outcome, Worker, _hint, _says_lost_peer
 from notebook_accel.launch.worker.tracebacks import shorten
 from notebook_accel.rank.this_rank import LaunchedContext
 

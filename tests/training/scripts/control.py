@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tests.training.scripts.parts import (
-    fingerprint,
-    gpt2,
-    mlp,
-    points,
-    seeded,
-    step_of,
-    update,
-)
+from tests.training.scripts.parts import fingerprint, gpt2, mlp, points, seeded, step_of, update
 
 
 def train_with_resume(
