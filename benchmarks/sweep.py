@@ -146,7 +146,7 @@ def optuna(_quick: bool) -> Measurement:
 
 
 def ray_tune(quick: bool) -> Measurement:
-    number = 10 if quick else 100
+    number = 5 if quick else 20  # each has a process of its own, which imports torch
     with Kernel.open() as kernel:
         kernel.run(FUNCTIONS + RAY, limit=300)
         found = {"start": kernel.run("tell(start=start)")["start"]}
@@ -169,7 +169,7 @@ if importlib.util.find_spec("ray") and importlib.util.find_spec("pyarrow"):
 ROWS = {
     "launch": "a launch of a function that logs one value, one rank",
     "start": "its own start, once",
-    "trial": "one of 100 trials of that function, two at a time",
+    "trial": "one of 100 trials of that function (of Ray's 20), two at a time",
     "all": "8 settings of 8 epochs, all to their ends",
     "pruned": "with a median pruner",
     "turns": "all to their ends, in turns",

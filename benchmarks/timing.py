@@ -161,6 +161,8 @@ class Kernel:
 
     def __init__(self) -> None:
         os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
+        # Pip compiles what it installs, the peers; the package in this folder is compiled once too.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         self._manager = KernelManager(kernel_name="python3")
         self._manager.start_kernel()
         self._client = self._manager.blocking_client()
