@@ -97,6 +97,8 @@ class CommonActions:
         New values of knobs that wait for their turn are replaced by newer ones.
         """
         with held(), self._lock:
+            if self._pause and self._pause_over is None and action.kind != "set":
+                return _ended(_while_paused(action))
             last = self._line[-1] if self._line else None
             is_set = action.kind == "set"
             if last is not None and is_set and last.action.kind == "set" and not last.number:
@@ -189,7 +191,16 @@ class CommonActions:
             if did and first.action.kind == "pause" and not self._is_stopping:
                 self._pause, self._back = first.number, set()
                 self._on_pause(True)
-            ended = RuntimeError("the function ended before all ranks came to a common point")
+                # Who asked for these meanwhile would wait until the training goes on.
+                waiting, self._line = self._line[1:], self._line[:1]
+                for asked in waiting:
+                    if asked.action.kind == "set":
+                        self._line.append(asked)
+                    else:
+                        _end(asked.done, _while_paused(asked.action))
+            ended = RuntimeError(
+                "the function ended, or failed, before all ranks had done it; run.wait() says which"
+            )
             self._finish_first(None if did else ended)
         elif not agents <= first.answers.keys():
             if first.point is not None and not first.is_held and self._clock() >= first.due:
@@ -237,6 +248,18 @@ def _end(future: Future[None], error: Exception | None = None) -> None:
             future.set_result(None)
         else:
             future.set_exception(error)
+
+
+def _ended(error: Exception | None) -> Future[None]:
+    future: Future[None] = Future()
+    _end(future, error)
+    return future
+
+
+def _while_paused(action: Action) -> Exception | None:
+    if action.kind == "pause":
+        return None
+    return RuntimeError(f"{action.kind}: the run is paused; call run.go_on() first")
 
 
 def _no_point(action: Action) -> str:

@@ -123,7 +123,7 @@ def _begin_and_wait(
                 with begin(new) as call:
                     source = partial(_script(request), world_size=world_size)
                     again = replace(request, view=View(), notices=(), run_id="")
-                    clone = partial(_clone, again) if session is None else None
+                    clone = partial(_clone, again) if session is None else _refuse_clone
                     run = Run(call, results=call.results, source=source, clone=clone)
                     # From here on the call itself ends what it has begun.
                     undo.pop_all()
@@ -461,6 +461,13 @@ def _clone(
         # It waits once others may choose.
         cloned = launch(replace(request, config=config, block=False))
     return _waited(cloned) if block else cloned
+
+
+def _refuse_clone(_run: Run, _changes: Mapping[str, Any], **_asked: bool) -> Run:
+    raise ConfigError(
+        "clone(): a call of a session is not cloned. Call the function in the session again, or "
+        "launch it without session=True"
+    )
 
 
 def _changed_call(

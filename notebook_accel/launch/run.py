@@ -14,6 +14,7 @@ import logging
 import operator
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -413,8 +414,8 @@ class Run:
     def set(self, **values: KnobValue) -> None:
         """Give knobs new values, on all ranks at the same step; return when they have them.
 
-        A knob that the function has not made yet gets its value when it is made. While the run is
-        paused, the values wait until it goes on.
+        A knob that the function has not made yet gets its value when it is made; a warning says
+        so if it has made others. While the run is paused, the values wait until it goes on.
 
         Args:
             **values: the new values by the names of the knobs (``accelerator.knob``).
@@ -441,7 +442,13 @@ class Run:
             )
         values = {k: checked(made[k], v) if k in made else v for k, v in values.items()}
         asked = self._call.act(Action(kind="set", values=values))
-        if not unknown and self.status != "paused":
+        if unknown and made and not asked.done():
+            warnings.warn(
+                f"the function has made no knob {', '.join(unknown)} yet (it has "
+                f"{', '.join(made)}): the value is kept until it does",
+                stacklevel=2,
+            )
+        if asked.done() or (len(unknown) < len(values) and self.status != "paused"):
             self._await(asked)
 
     def save(self) -> None:
@@ -451,7 +458,8 @@ class Run:
         this method returns when it is written.
 
         Raises:
-            TimeoutError, RuntimeError, NotebookAccelError: as :meth:`set`.
+            RuntimeError: as :meth:`set`, or the run is paused.
+            TimeoutError, NotebookAccelError: as :meth:`set`.
 
         Example:
             >>> run.save()  # doctest: +SKIP
@@ -459,7 +467,7 @@ class Run:
         self._await(self._call.act(Action(kind="save")))
 
     def pause(self) -> None:
-        """Have all ranks wait at the same step; return when they do.
+        """Have all ranks wait at the same step; return when they do, or do already.
 
         What was prepared leaves the devices meanwhile, so that another run can use them. A pause
         does not count for the launch's ``timeout``.

@@ -23,8 +23,10 @@ def checked(knob: KnobMade, value: object) -> KnobValue:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         fits = False
     if not fits or (kind is float and not math.isfinite(made)):
-        expected = _KINDS[kind]
-        raise ConfigError(f"knob {knob.name!r}: {value!r} was given, and {expected} is expected")
+        because = f", as {knob.value!r} is: {float(knob.value)!r} takes any" if kind is int else ""
+        raise ConfigError(
+            f"knob {knob.name!r}: {value!r} was given, and {_KINDS[kind]} is expected{because}"
+        )
     if knob.choices and made not in knob.choices:
         raise ConfigError(f"knob {knob.name!r}: {value!r} is none of its choices {knob.choices}")
     low = -math.inf if knob.low is None else knob.low

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from notebook_accel import ConfigError, FullyShardedDataParallelPlugin, LaunchConfig, RunStopped
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    FullyShardedDataParallelPlugin,
+    LaunchConfig,
+    RunStopped,
+)
 from notebook_accel.actions import common_actions as actions
 from notebook_accel.config.engines import ENGINES
+from notebook_accel.launch.run import call_of
 from tests.engines import joined
 from tests.launches import launch
 from tests.waiting import eventually
@@ -148,6 +155,22 @@ def test_stop_ends_a_paused_run_and_a_pause_ends_no_timeout() -> None:
         run.pause()
 
 
+def test_a_paused_run_answers_at_once_and_is_paused_once() -> None:
+    run = start(train, 100_000)
+    trains(run)
+    for asked in [call_of(run).act(actions.Action(kind="pause")) for _ in range(2)]:
+        asked.result(SOON)
+    run.pause()
+    with pytest.raises(RuntimeError, match=r"save: the run is paused; call run.go_on\(\) first"):
+        run.save()
+    run.set(lr=0.5)
+    run.go_on()
+    eventually(lambda: run.state.knobs["lr"].value == 0.5, within=SOON, what="the new rate")
+    assert run.status == "running"
+    run.save()
+    run.stop()
+
+
 def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
 
@@ -177,6 +200,35 @@ def test_values_that_do_not_fit_are_refused() -> None:
     run.set(lr=1)
     assert run.state.knobs["lr"].value == 1.0
     run.stop()
+
+
+def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path: Path) -> None:
+    def waits(path: Path) -> float:
+        from notebook_accel import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        accelerator.knob("width", 3)
+        while not accelerator.should_stop and not path.exists():
+            time.sleep(0.01)
+        return accelerator.knob("lr", 0.1, high=1.0).value
+
+    run = start(waits, tmp_path / "go")
+    trains(run)
+    with pytest.warns(UserWarning, match=r"no knob lr yet \(it has width\)"):
+        run.set(lr=5)
+    with pytest.raises(ConfigError, match=r"whole number is expected, as 3 is: 3\.0 takes any"):
+        run.set(width=0.5)
+    (tmp_path / "go").touch()
+    assert run.results == [0.1, 0.1]
+    with pytest.raises(RuntimeError, match="has ended"):
+        run.set(rate=1)
+    assert "5 is not between -inf and 1; it stays 0.1" in " ".join(run.state.notices)
+
+
+def test_a_range_of_fractions_needs_a_default_that_is_one() -> None:
+    with pytest.raises(ConfigError, match=r"0\.5 is not; take 0\.0"):
+        Accelerator(cpu=True).knob("drop", 0, low=0, high=0.5)
+    assert Accelerator(cpu=True).knob("steps", 100, low=1, high=1e4).value == 100
 
 
 def test_a_function_without_loaders_acts_where_it_asks() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -166,6 +167,38 @@ def test_a_value_that_is_not_finite_is_never_the_best() -> None:
         _ = on_cpu(train, {"lr": [float("nan")]}, metric="loss").best
     with pytest.raises(ConfigError, match="no metric="):
         _ = on_cpu(train, {"lr": [1.0]}).best
+
+
+def test_what_failed_has_no_best_and_a_table_keeps_all_arguments() -> None:
+    def fails(lr: float) -> None:
+        Accelerator(cpu=True).log({"loss": lr})
+        raise ValueError("oops")
+
+    found = on_cpu(fails, {"lr": [0.5, 1.0]}, metric="loss")
+    with pytest.raises(NotebookAccelError, match="all 2 trials failed, the first with: ValueError"):
+        _ = found.best
+
+    def named(trial: int, run: int) -> None:
+        Accelerator(cpu=True).log({"state": trial + run})
+
+    table = on_cpu(named, {"trial": [7], "run": np.arange(2)}, metric="state").to_pandas()
+    assert table[["trial_number", "trial", "run", "value"]].values.tolist() == [
+        [0, 7, 0, 7],
+        [1, 7, 1, 8],
+    ]
+
+
+def test_a_pruner_sees_the_values_of_steps_that_begin_anew() -> None:
+    optuna = pytest.importorskip("optuna")
+
+    def epochs(lr: float) -> None:
+        for epoch in range(2):
+            for step in range(3):
+                Accelerator(cpu=True).log({"loss": lr - epoch - step}, step=step)
+
+    found = on_cpu(epochs, {"lr": [9]}, metric="loss", pruner=optuna.pruners.NopPruner())
+    seen = found.study.trials[0].intermediate_values
+    assert seen == {0: 9, 1: 8, 2: 7, 3: 8, 4: 7, 5: 6}
 
 
 def test_optuna_samples_and_is_told_and_its_pruner_stops_trials() -> None:

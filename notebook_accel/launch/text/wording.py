@@ -111,10 +111,19 @@ def rank_list(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ordered) != 1 else ''} {listed}"
 
 
+# Characters of a number in full; a sampler's have 18.
+_MAX_FLOAT = 10
+
+
 class _Arguments(reprlib.Repr):
     """Makes short texts of arguments; an object such as a model becomes the name of its type."""
 
+    def repr_float(self, x: float, level: int) -> str:
+        return repr(x) if len(repr(x)) <= _MAX_FLOAT else f"{x:.6g}"
+
     def repr_instance(self, x: Any, level: int) -> str:
+        if type(x).__module__ == "numpy" and getattr(x, "shape", None) == ():
+            return self.repr1(x.item(), level)
         if x is None or isinstance(x, (Number, PurePath)):
             return repr(x)
         return x.__name__ if isinstance(x, (type, FunctionType)) else type(x).__name__

@@ -80,6 +80,9 @@ class Arguments:
 
         folder.make()
         file = journal.JournalFileBackend(str(folder.path / "study.log"))
+        # It says in the cell what its file is called, otherwise.
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(
             storage=optuna.storages.JournalStorage(file),
             study_name=folder.id,
@@ -88,6 +91,7 @@ class Arguments:
             sampler=sampler,
             pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
         )
+        optuna.logging.set_verbosity(verbosity)
 
     @property
     def has_more(self) -> bool:

@@ -55,6 +55,10 @@ _LOOK_SECONDS = 0.05
 _POLL_SECONDS = 0.002
 _DRAW_SECONDS = 0.5
 _GO_ON_SECONDS = 30.0
+_INTERRUPTED = (
+    "the sweep was interrupted; the next cell has it as sys.last_value.sweep, and its trials in "
+    "runs()"
+)
 # Arguments of the launcher that make no sense for a trial.
 _NOT_FOR_TRIALS = (
     "session", "node_rank", "num_nodes", "join_token", "master_addr", "use_port",
@@ -147,6 +151,10 @@ class Sweep:
         if best is None:
             if self._metric is None:
                 raise ConfigError("the sweep has no metric=, by which a trial could be the best")
+            failed = [one for one in self._trials if one.run.status == "failed"]
+            if failed and len(failed) == len(self._trials):
+                why = one_line(failed[0].last_line_of_error(), 200)
+                raise NotebookAccelError(f"all {len(failed)} trials failed, the first with: {why}")
             raise NotebookAccelError(
                 f"no trial has a finite value of {self._metric!r}{self._what_was_logged()}"
             )
@@ -226,7 +234,9 @@ class Sweep:
         """Return a pandas DataFrame with a row for each trial, in their order.
 
         The columns are ``trial``, ``state``, the arguments by their names, the metric's last value
-        by its name (``value`` if an argument has that name) and ``run``, the run's id.
+        by its name (``value`` if an argument has that name) and ``run``, the run's id. Where an
+        argument has one of these names, the sweep's column is ``trial_number``, ``trial_state`` or
+        ``trial_run``.
 
         Raises:
             ImportError: pandas is not installed.
@@ -235,16 +245,19 @@ class Sweep:
             import pandas as pd
         except ImportError:
             raise ImportError("sweep.to_pandas() needs pandas: pip install pandas") from None
-        taken = {"trial", "state", "run"}.union(*(trial.arguments for trial in self._trials))
+        arguments = {name for trial in self._trials for name in trial.arguments}
+        own = {"trial": "trial_number", "state": "trial_state", "run": "trial_run"}
+        number, state, run = (new if name in arguments else name for name, new in own.items())
+        taken = {*arguments, *own}
         value = "value" if self._metric is None or self._metric in taken else self._metric
         return pd.DataFrame(
             [
                 {
-                    "trial": trial.number,
-                    "state": trial.status,
+                    number: trial.number,
+                    state: trial.status,
                     **trial.arguments,
                     value: math.nan if trial.newest is None else trial.newest,
-                    "run": trial.run.id,
+                    run: trial.run.id,
                 }
                 for trial in self._trials
             ]
@@ -402,7 +415,8 @@ class Sweep:
         if self._kernel is None and self._is_shown:
             named = wording.arguments((), trial.arguments)
             value = "" if trial.newest is None else f", {self._metric} {trial.newest:g}"
-            sys.stdout.write(f"trial {trial.number} ({named}): {trial.status}{value}\n")
+            why = f": {one_line(trial.last_line_of_error(), 200)}" if has_failed else ""
+            sys.stdout.write(f"trial {trial.number} ({named}): {trial.status}{value}{why}\n")
             sys.stdout.flush()
         if has_failed:
             kind = trial.kind_of_failure()
@@ -640,7 +654,7 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
             found._end_now()
             error.sweep = found  # type: ignore[attr-defined]
             error.run = found.runs[-1] if found.runs else None  # type: ignore[attr-defined]
-            error.args = error.args or ("the sweep was interrupted; its trials are in runs()",)
+            error.args = error.args or (_INTERRUPTED,)
         raise
 
 

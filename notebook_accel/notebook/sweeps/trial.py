@@ -97,9 +97,10 @@ class Trial:
         is_better = self.best is None or (value < self.best if mode == "min" else value > self.best)
         if math.isfinite(value) and is_better:
             self.best = value
-        step = self.last_step + 1 if step is None else step
-        is_new = step > self.last_step and self._num_reports < _MAX_REPORTS
-        if self.asked is None or self.pruned or not is_new or self.turns < self.rounds - 1:
+        # Optuna takes a step once; in many loops the steps begin anew with each epoch.
+        step = self.last_step + 1 if step is None else max(step, self.last_step + 1)
+        is_full = self._num_reports >= _MAX_REPORTS
+        if self.asked is None or self.pruned or is_full or self.turns < self.rounds - 1:
             return False
         self.last_step, self._num_reports = step, self._num_reports + 1
         self.asked.report(value, step)

@@ -34,14 +34,25 @@ class Knob:
 
     def take(self, value: object) -> None:
         """Take a new value, at a common step of all ranks."""
-        self.value = checked(self._made, value)
         context = current()
+        if not self.accept(value):
+            return
         if context.rank == 0:
             if not isinstance(self.value, str):
                 context.metric({f"knob/{self.name}": float(self.value)}, context.num_steps)
             self.report()
         if self._on_change is not None:
             self._on_change(self.value)
+
+    def accept(self, value: object) -> bool:
+        """Take a value if it fits; one that was asked before the knob was made may not."""
+        try:
+            self.value = checked(self._made, value)
+        except ConfigError as error:
+            # No reason to end a training.
+            current().notice(f"{error}; it stays {self.value!r}")
+            return False
+        return True
 
     def report(self) -> None:
         """Tell the notebook of the knob."""
@@ -70,16 +81,7 @@ def make_knob(
     """Return the knob of this name; ``Accelerator.knob`` says more."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"knob({name!r}): its name is a text, such as 'lr'")
-    if type(default) not in (bool, int, float, str):
-        raise ConfigError(
-            f"knob({name!r}, {default!r}): a knob is a number, a text, True or False; for anything "
-            "else take a number or text that stands for it"
-        )
-    if (log and (low is None or low <= 0)) or (low is not None and high is not None and low > high):
-        raise ConfigError(
-            f"knob({name!r}): low={low!r}, high={high!r}, log={log!r}: low is at most high, and "
-            "above 0 for a logarithmic scale"
-        )
+    _check(name, default, low, high, log=log)
     made = wire.KnobMade(
         name=name, value=default, low=low, high=high, log=log, choices=tuple(choices or ())
     )
@@ -89,7 +91,9 @@ def make_knob(
     if known is None:
         known = context.knobs_made[name] = Knob(made, on_change)
         if name in context.knobs:  # set before it was made, or loaded from a checkpoint
-            known.value = checked(made, context.knobs[name])
+            if name in context.first_knobs:  # a clone's, which has nothing to lose yet
+                checked(made, context.knobs[name])
+            known.accept(context.knobs[name])
         if context.rank == 0:
             known.report()
     elif not known.is_made_by(msgspec.structs.replace(made, value=known.value)):
@@ -100,3 +104,22 @@ def make_knob(
     if on_change is not None:
         known._on_change = on_change
     return known
+
+
+def _check(name: str, default: object, low: float | None, high: float | None, *, log: bool) -> None:
+    if type(default) not in (bool, int, float, str):
+        raise ConfigError(
+            f"knob({name!r}, {default!r}): a knob is a number, a text, True or False; for anything "
+            "else take a number or text that stands for it"
+        )
+    if (log and (low is None or low <= 0)) or (low is not None and high is not None and low > high):
+        raise ConfigError(
+            f"knob({name!r}): low={low!r}, high={high!r}, log={log!r}: low is at most high, and "
+            "above 0 for a logarithmic scale"
+        )
+    ends = [end for end in (low, high) if end is not None and end % 1]
+    if ends and type(default) is int:
+        raise ConfigError(
+            f"knob({name!r}, {default!r}): the default is a whole number, and {ends[0]!r} is not; "
+            f"take {float(default)!r} for a knob of any number"
+        )
