@@ -145,8 +145,8 @@ class Notice(Message, frozen=True, kw_only=True):
     """A line for the user; a line with the same text is shown only once in a call.
 
     Attributes:
-        kind: "line"; from a rank also "warning" (a Python warning that it has shown), "device" (the
-            name of what it computes on) or "training" (precision and strategy of the training).
+        kind: "line"; from a rank also "warning" (a Python warning that it has shown) or
+            "training" (device, precision and strategy of the training).
     """
 
     from_rank: ClassVar[bool] = True

@@ -202,7 +202,7 @@ class LivePanel:
         buttons[1:1] = self._controls.buttons
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        self._metrics = MetricsView(clicks, widgets, call_of(run).metrics.read, original_of(run))
+        self._metrics = MetricsView(clicks, widgets, call_of(run).metrics.sample, original_of(run))
         self._log = LogView(run.state, clicks, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
         gone = element(

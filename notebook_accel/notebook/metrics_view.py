@@ -6,26 +6,24 @@ import csv
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import ipywidgets
 from markupsafe import Markup
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves
-from notebook_accel.launch.control.plotting import Point, number_steps
+from notebook_accel.launch.control.plotting import Point, metric_curves
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.comparison import Original
-from notebook_accel.notebook.display_slot import start_thread
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.charts import PAGE_SIZE, render_charts
+from notebook_accel.render.charts import PAGE_SIZE, render_charts, thin_out
 from notebook_accel.render.markup import file_link
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0
-# Between two readings of a range of steps that still grows.
-_READ_SECONDS = 5.0
+# Of a range of steps: more would make the link of a table, and each drawing, slow.
+_MAX_POINTS = 2_000
 _ZOOM_TOOLTIP = (
     "Show these steps only, such as 100 to 500. Two clicks in a chart choose them, and a double "
     "click shows all again"
@@ -52,11 +50,9 @@ class MetricsView:
         self._original = original
         self._page = 0
         self._read_rows = read_rows
-        # Of the steps that were read last: all of their values, which curves of a run have not.
+        # The values of these steps, more than the curves of a run have of them.
         self._steps_read: tuple[float, float] | None = None
         self._detail: dict[str, list[Point]] = {}
-        self._may_grow = False
-        self._num_read, self._read_at = 0, 0.0
         self._is_csv_asked = False
         self._drawn: tuple[Any, ...] = ()
         self._drawn_at = 0.0
@@ -113,13 +109,9 @@ class MetricsView:
         """Draw at once after a click, else at most once a second; ``now`` is monotonic."""
         is_log, smoothing = self._scale.value, self._smoothing.value
         steps = _steps_in(self._steps.value)
-        may_grow = self._may_grow and now >= self._read_at + _READ_SECONDS
-        if steps is not None and (steps != self._steps_read or may_grow):
-            self._read_at, self._may_grow = now, False
-            self._detail = self._detail if steps == self._steps_read else {}
-            self._steps_read = steps
-            start_thread(partial(self._read, *steps), name="notebook-accel-zoom")
-        chosen = (self._group.value, self._page, is_log, smoothing, steps, self._num_read)
+        if steps != self._steps_read:
+            self._steps_read, self._detail = steps, self._read(steps)
+        chosen = (self._group.value, self._page, is_log, smoothing, steps)
         key = (*chosen, curves.version)
         if key == self._drawn and not self._is_csv_asked:
             return
@@ -149,7 +141,7 @@ class MetricsView:
         charts = {name: next(iter(curves.of(name).values())) for name in page}
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else 0
-        points = {name: self._points(name, curve, steps) for name, curve in charts.items()}
+        points = {name: self._points(name, curve) for name, curve in charts.items()}
         original = self._original
         before = {} if original is None else original.points()
         markup = render_charts(
@@ -168,30 +160,21 @@ class MetricsView:
         # All at once: the choices alone would come before the charts.
         self.box.remove_class("na-hidden")
 
-    def _points(
-        self, name: str, curve: Curve, steps: tuple[float, float] | None
-    ) -> Sequence[Point]:
-        if steps is None:
-            return curve.points()
-        return self._detail.get(name) or _between(curve.points(), steps)
+    def _points(self, name: str, curve: Curve) -> Sequence[Point]:
+        within = _between(curve.points(), self._steps_read)
+        return max(within, self._detail.get(name, []), key=len)
 
-    def _read(self, low: float, high: float) -> None:
-        """Read the values of a range of steps, in a thread: it may take seconds."""
+    def _read(self, steps: tuple[float, float] | None) -> dict[str, list[Point]]:
+        """Return the values of a range of steps by metric; nothing if the range is not over yet."""
         try:
-            rows = number_steps(self._read_rows())
-        except OSError:  # too large, or gone: what the curves of the run have is drawn
-            return
-        found: dict[tuple[str, int], Curve] = {}
-        for row in rows:
-            if low <= row["step"] <= high:
-                curve = found.setdefault((row["name"], row["rank"]), Curve())
-                curve.add(row["step"], row["value"])
-        if self._steps_read == (low, high):
-            # Of the lowest rank, as those of the run.
-            ranks = sorted(found, reverse=True)
-            self._detail = {key[0]: found[key].points() for key in ranks}
-            self._may_grow = bool(rows) and rows[-1]["step"] <= high
-            self._num_read += 1
+            found = {} if steps is None else metric_curves(self._read_rows())
+        except OSError:
+            return {}
+        # Of the lowest rank, as those of the run.
+        points = {name: next(iter(by_rank.values())) for name, by_rank in found.items()}
+        if steps is None or steps[1] > max((each[-1][0] for each in points.values()), default=0):
+            return {}
+        return {name: thin_out(_between(each, steps), _MAX_POINTS) for name, each in points.items()}
 
     def _offer(self, names: list[str]) -> None:
         self._groups = groups_of(names)

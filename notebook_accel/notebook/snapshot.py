@@ -172,7 +172,7 @@ def render_snapshot(
     if state.hang is not None and state.hang.stacks:
         stacks.insert(0, ("stacks of the ranks", stacks_of_hang(state.hang)))
     parts = [
-        element("div", *_title_parts(state, seconds), *_facts(state)),
+        element("div", *_title_parts(state, seconds, *summary.facts(state))),
         _table(state, seconds),
         _steps(state),
         _notices(state),
@@ -202,26 +202,18 @@ def render_snapshot(
 # ---- title, ranks, notices and failure -----------------------------------------------------
 
 
-def _title_parts(state: RunState, seconds: float) -> list[Markup | str]:
+def _title_parts(state: RunState, seconds: float, *facts: str) -> list[Markup | str]:
     colour = f"color:{COLOURS.get(state.status, '#2f86d6')}"
+    took = f"{summary.num_ranks(state)}, {wording.span(seconds)}"
+    # Each in one piece, wherever a narrow page breaks the line.
+    style = f"{MUTED};display:inline-block"
+    pieces = [element("span", text, style=style) for text in (took, *(f"· {one}" for one in facts))]
     return [
         element("b", shorten(state.name, 60), style="font-size:14px"),
         " ",
         element("b", f"{summary.SIGNS.get(state.status, '●')} {state.status}", style=colour),
-        " ",
-        # In one piece, wherever a narrow page breaks the line.
-        element(
-            "span",
-            f"{summary.num_ranks(state)}, {wording.span(seconds)}",
-            style=f"{MUTED};display:inline-block",
-        ),
+        *(part for piece in pieces for part in (" ", piece)),
     ]
-
-
-def _facts(state: RunState) -> list[Markup]:
-    # Each in one piece, as above.
-    style = f"{MUTED};display:inline-block"
-    return [join([" ", element("span", f"· {fact}", style=style)]) for fact in summary.facts(state)]
 
 
 def _table(state: RunState, seconds: float) -> Markup:

@@ -249,12 +249,11 @@ class RankContext:
         """
         return False
 
-    def note_training(self, training: Training, device: str, summary: str) -> None:
+    def note_training(self, training: Training, about: str) -> None:
         """Set which training is saved if the run is stopped; a no-op in this base class.
 
         Args:
-            device: name of the device that this rank computes on.
-            summary: precision and strategy, shown to the user.
+            about: device, precision and strategy, shown to the user.
         """
 
     def begin_training(self) -> None:
@@ -293,8 +292,8 @@ class LaunchedContext(RankContext):
         self._row = board.row(self.local_rank)
         self._pid = os.getpid()
         self._next_memory = 0.0
-        # Kinds and texts of notices that come with each call of a session: about its training.
-        self._about: dict[str, str] = {}
+        # Each call of a session says it anew.
+        self._about = ""
         self.begin_call(0, has_group=False)
         # Within a call it is kept; between calls it is the user's to drop.
         self._training: Training | None = None
@@ -332,8 +331,7 @@ class LaunchedContext(RankContext):
         self.resume_from, self.first_knobs = resume, dict(knobs or {})
         self.knobs, self.knobs_made, self.save_here = {**self.first_knobs}, {}, None
         self._warnings: set[str] = set()
-        for kind, text in self._about.items():
-            self.report(wire.Notice, kind=kind, text=text)
+        self._say_about(self._about)
 
     def count_on(self, board: Scoreboard) -> None:
         """Use another scoreboard from now on; to be called in a child process of the rank.
@@ -363,13 +361,15 @@ class LaunchedContext(RankContext):
     def note_group(self) -> None:
         self.made_group = True
 
-    def note_training(self, training: Training, device: str, summary: str) -> None:
+    def note_training(self, training: Training, about: str) -> None:
         self._training, self._any_training = training, weakref.ref(training)
-        about = {"device": device} | ({} if self.rank else {"training": summary})
-        for kind, text in about.items():
-            if self._about.get(kind) != text:
-                self._about[kind] = text
-                self.report(wire.Notice, kind=kind, text=text)
+        if about != self._about:
+            self._say_about(about)
+
+    def _say_about(self, about: str) -> None:
+        self._about = about
+        if about and self.rank == 0:
+            self.report(wire.Notice, kind="training", text=about)
 
     def begin_training(self) -> None:
         if self.resume_from and self._training is not None:

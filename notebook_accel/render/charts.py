@@ -20,6 +20,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
@@ -63,19 +64,8 @@ _MAX_POINTS_SHARED = 540
 _GRID = 14, 5
 # Up to so many have room for the values of all of them on hover.
 _MAX_SAID, _MAX_NAME = 4, 16
-# Two clicks in a chart write a range of steps into the field above the charts, a double click none.
-# The first is noted in that field, since the charts are drawn anew meanwhile. Nothing depends on
-# it: a range can be typed.
-_ZOOM = (
-    "const s=event.target.closest('[data-steps]'),"
-    "f=this.closest('.na-panel').querySelector('.na-range input');"
-    "if(event.button||!s||!f)return;"
-    "const b=s.getBoundingClientRect(),[a,z]=s.dataset.steps.split(' ').map(Number),"
-    "x=Math.round(a+(z-a)*(event.clientX-b.left)/b.width),m=f.value.match(/^(-?\\d+) to$/);"
-    "f.value=!m?x+' to':Math.abs(m[1]-x)<(z-a)/100?'':"
-    "Math.min(m[1],x)+' to '+Math.max(m[1],x);"
-    "if(m)f.dispatchEvent(new Event('change',{bubbles:true}))"
-)
+# Two clicks in a chart write a range of steps into the field above the charts.
+_ZOOM = Path(__file__).with_name("zoom.js").read_text().partition("\n\n")[2].replace("\n", "")
 # What lies below the pointer in a saved chart that is drawn anew all the time.
 HOVER_STYLE = Markup(
     "<style>[data-said]:hover{background:rgba(128,128,128,.18)}"

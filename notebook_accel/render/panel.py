@@ -22,13 +22,13 @@ from notebook_accel.launch.view.step_times import step_lines, step_table
 from notebook_accel.launch.view.summary import (
     best_value,
     condition,
-    devices_of,
     elapsed,
     hang_line,
     hidden_ranks,
     live_condition,
     num_ranks,
     num_warnings,
+    on_what,
     slowest_first,
     warning_lines,
 )
@@ -91,10 +91,7 @@ def render_panel(state: RunState, details: Details) -> Markup:
 
 def render_title(state: RunState, details: Details) -> Markup:
     """Return the panel's title bar as HTML: name, status, time, ranks, devices and rate."""
-    devices = devices_of(state)
-    # Mostly each rank has one.
-    ranks = "" if devices.startswith(f"{state.world_size} x") else num_ranks(state)
-    about = ", ".join(filter(None, [ranks, devices, shorten(state.training, 100)]))
+    about = on_what(state) or num_ranks(state)
     parts = [element("span", about, title=about)]
     if details.of_run is not None and state.status == "running":
         of_what = "of a rank, in the mean of all and of the last seconds"

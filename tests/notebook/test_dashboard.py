@@ -84,7 +84,7 @@ class Shown:
             world_size=2,
             log_dir="/runs/1",
             _call=SimpleNamespace(
-                can_act=False, curves=None, metrics=SimpleNamespace(sample=list, read=list), **more
+                can_act=False, curves=None, metrics=SimpleNamespace(sample=list), **more
             ),
             **more,
         )

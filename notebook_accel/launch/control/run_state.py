@@ -232,7 +232,7 @@ class RunState:
             for; else None.
         notebook: file name of the notebook; "" if unknown.
         devices: indices of the accelerators of this machine that the ranks use, if that is known.
-        training: precision and strategy of the training, such as "bf16, DDP"; "" if unknown.
+        training: device, precision and strategy, such as "CPU, bf16, DDP"; "" if unknown.
         warnings: texts of Python's warnings, with the ranks that have shown them.
         checkpoint: folder of the newest checkpoint that the run wrote; "" before the first.
         origin: id of the run of which this one is a clone, or goes on with; "" if there is none.
@@ -454,8 +454,6 @@ def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]
 
 @apply.register
 def _(message: wire.Notice, state: RunState) -> RunState:
-    if message.kind == "device":
-        return _change_rank(state, message.rank, lambda rank: _changed(rank, device=message.text))
     if message.kind == "training":
         return _changed(state, training=message.text)
     if message.kind == "warning":
@@ -496,12 +494,7 @@ def _(message: wire.Output, state: RunState) -> RunState:
 
 @apply.register
 def _(message: wire.Sample, state: RunState) -> RunState:
-    def change(rank: RankState) -> RankState:
-        # What the rank itself has said of its device is kept: it may compute on another one.
-        device = rank.device or message.device
-        return _changed(rank, **{**_own_fields(message), "device": device})
-
-    return _change_rank(state, message.rank, change)
+    return _change_rank(state, message.rank, lambda rank: _changed(rank, **_own_fields(message)))
 
 
 @apply.register

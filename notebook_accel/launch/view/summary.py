@@ -53,12 +53,12 @@ def num_ranks(state: RunState) -> str:
     return f"{state.world_size} rank{'s' if state.world_size != 1 else ''}"
 
 
-def devices_of(state: RunState) -> str:
-    """Return the devices of the ranks as text, ``2 x NVIDIA H200``; "" if unknown."""
-    found = Counter(rank.device for rank in state.ranks if rank.device and rank.is_asked)
-    if len(found) == 1 and state.devices:  # which several ranks may share
-        found = Counter({next(iter(found)): len(state.devices)})
-    return " and ".join(f"{number} x {one_line(name, 40)}" for name, number in found.items())
+def on_what(state: RunState) -> str:
+    """Return on what a run trains, and how: ``2 x NVIDIA H200, bf16, FSDP2``; "" if unknown."""
+    about = state.training or " and ".join(sorted({rank.device for rank in state.ranks} - {""}))
+    # Several ranks may share a device.
+    number = len(state.devices) or sum(rank.is_asked for rank in state.ranks)
+    return f"{number} x {one_line(about, 100)}" if about else ""
 
 
 def best_value(state: RunState) -> str:
@@ -69,10 +69,8 @@ def best_value(state: RunState) -> str:
 
 
 def facts(state: RunState) -> list[str]:
-    """Return what a run trains on and how, its main metric's best value, its number of warnings."""
-    how = one_line(state.training, 100)
-    found = (devices_of(state), how, best_value(state), num_warnings(state))
-    return [fact for fact in found if fact]
+    """Return on what a run trains and how, its main metric's best value, its number of warnings."""
+    return [*filter(None, (on_what(state), best_value(state), num_warnings(state)))]
 
 
 def num_warnings(state: RunState) -> str:

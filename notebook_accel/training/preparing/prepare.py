@@ -230,8 +230,8 @@ class Preparation:
         if precision == "no":
             types = (one.dtype for one in prepared.inner.parameters() if one.is_floating_point())
             precision = str(next(types, "")).removeprefix("torch.")
-        summary = ", ".join(filter(None, (precision, plan.strategy.label)))
-        context.note_training(self, name_of_device(plan.topology.device), summary)
+        about = name_of_device(plan.topology.device), precision, plan.strategy.label
+        context.note_training(self, ", ".join(filter(None, about)))
         if context.resume_from:  # a loop without a prepared loader begins with a forward
             hook = prepared.wrapped.register_forward_pre_hook(
                 lambda *_: current().begin_training(), prepend=True
