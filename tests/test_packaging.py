@@ -78,7 +78,7 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
         names = archive.namelist()
         texts = {name: archive.read(name) for name in names}
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
-    kinds = {".py", ".pyi", ".css", ".typed"}
+    kinds = {".py", ".pyi", ".css", ".js", ".typed"}
     sources = {p.relative_to(TREE).as_posix() for p in PACKAGE.rglob("*") if p.suffix in kinds}
     assert inside == sources
     assert all(texts[name] == (TREE / name).read_bytes() for name in sources)
