@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.setup.steps import Step
 from notebook_accel.launch.view import View
@@ -38,6 +39,7 @@ class LaunchRequest:
             not asked. None for all ranks.
         resume: folder of the checkpoint with which the training begins; "" if it begins anew.
         origin: id of the run that is cloned, or goes on; "" if there is none.
+        trial: which trial of a sweep the run is; None if it is none.
         knobs: values with which knobs begin, in place of their defaults.
         devices: accelerators of this machine that the ranks use; the launcher fills it in.
         new_view: makes the view of a clone of the run; called with ``waits=``.
@@ -74,6 +76,7 @@ class LaunchRequest:
     run_id: str = ""
     resume: str = ""
     origin: str = ""
+    trial: TrialOf | None = None
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
     new_view: Callable[..., View] = _no_view

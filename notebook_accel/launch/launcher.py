@@ -414,6 +414,7 @@ def _new_call(
         notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
         detached=request.detach,
         origin=request.origin,
+        trial=request.trial,
     )
     typed = run_list.expression_to_attach if request.detach else run_list.expression_now
     metrics = MetricStore(folder.path)
@@ -450,6 +451,7 @@ def _clone(
         environment={},
         resume=resume,
         origin=run.id,
+        trial=None,
         name=wording.arguments((), changes) or request.name,
         block=block,
         view=request.new_view(waits=block),

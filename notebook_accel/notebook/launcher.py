@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
@@ -14,6 +15,7 @@ from IPython.core.getipython import get_ipython
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError, WorkerError
+from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launch_request import LaunchRequest
@@ -31,6 +33,8 @@ from notebook_accel.notebook.views import choose_view, dashboard_in
 from notebook_accel.text_values import shown
 
 P = ParamSpec("P")
+# Set in the thread of a sweep, which launches nothing else.
+trial_to_launch: ContextVar[TrialOf | None] = ContextVar("trial_to_launch", default=None)
 
 # The fields of LaunchConfig; those that are arguments of the launcher too have the same names.
 _SETTINGS = [field.name for field in fields(LaunchConfig)]
@@ -232,6 +236,7 @@ def notebook_launcher(
             detach=detach,
             resume=resumed,
             origin=resume.id if isinstance(resume, Run) else "",
+            trial=trial_to_launch.get(),
             new_view=partial(choose_view, view),
         )
         if ranks is not None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from markupsafe import Markup
+
 from notebook_accel.config.checks import as_choice
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
@@ -42,6 +44,11 @@ _MAX_METRICS = 8
 # Characters of what a run is called, and of an error.
 _MAX_LABEL = 60
 _MAX_ERROR = 80
+# Characters of a cell that is shown whole in a page; trials of a sweep that is opened.
+_MAX_SHOWN = 34
+_MAX_TRIALS = 200
+_CELL = "white-space:nowrap;text-align:left"
+_CUT = "max-width:220px;overflow:hidden;text-overflow:ellipsis"
 
 
 class _Title(NamedTuple):
@@ -51,12 +58,19 @@ class _Title(NamedTuple):
     colour: str = ""
 
 
+class _Group(NamedTuple):
+    """(label, run) pairs: of a run alone, or of the trials of a sweep."""
+
+    is_sweep: bool
+    runs: list[tuple[str, Run]]
+
+
 class RunTable(list[T]):
     """A list, of runs or of axes, that a notebook shows as a table of runs in their present state.
 
     ``runs`` are (label, run) pairs; ``names`` the metrics with a column, eight at most (None: all);
     ``sort`` is the metric whose curve is shown (None: the first), ``mode`` says which of its values
-    is the best.
+    is the best. With ``folds_sweeps`` a sweep is one row, which opens.
     """
 
     def __init__(
@@ -66,16 +80,28 @@ class RunTable(list[T]):
         names: Sequence[str] | None = None,
         sort: str | None = None,
         mode: str | None = None,
+        *,
+        folds_sweeps: bool = False,
     ) -> None:
         super().__init__(items)
+        self._folds_sweeps = folds_sweeps
         self._runs = runs
         self._names = names
         self._sort = sort
         self._mode = mode
 
-    def _columns(self) -> list[tuple[_Title, list[str]]]:
+    def _groups(self) -> list[_Group]:
+        """Return the runs, those of a sweep together, where the first of them stands."""
+        groups: dict[str, _Group] = {}
+        for label, run in self._runs:
+            trial = run.state.trial if self._folds_sweeps else None
+            group = groups.setdefault(trial.sweep if trial else run.id, _Group(bool(trial), []))
+            group.runs.append((label, run))
+        return [*groups.values()]
+
+    def _columns(self, runs: Sequence[tuple[str, Run]]) -> list[tuple[_Title, list[str]]]:
         """Return titles and cells; columns that are empty for all runs are left out."""
-        logged = dict.fromkeys(name for _, run in self._runs for name in last_values(run.state))
+        logged = dict.fromkeys(name for _, run in runs for name in last_values(run.state))
         names = list(logged if self._names is None else self._names)
         if self._sort is not None:
             names = [self._sort, *(name for name in names if name != self._sort)]
@@ -83,39 +109,99 @@ class RunTable(list[T]):
         if self._sort is not None and self._mode is not None:
             modes[self._sort] = self._mode
         head = [_Title("run"), _Title("state", "state")]
-        head += map(_Title, ("started", "took", "arguments"))
+        # What went wrong has a place where a page of ordinary width shows it.
+        head += [_Title("took"), _Title("arguments"), _Title("error", "state")]
         for name in modes:
             head += [_Title(name_of(name)), _Title(f"best {name_of(name)}")]
         head += [_Title(f"{name_of(next(iter(modes)))} curve" if modes else "", "run")]
-        head += [_Title("error", "state"), _Title("notebook"), _Title("id")]
-        rows = [_facts(label, run, modes) for label, run in self._runs]
+        head += map(_Title, ("started", "notebook", "id"))
+        rows = [_facts(label, run, modes) for label, run in runs]
         columns = zip(head, *rows, strict=True)
         return [(title, cells) for title, *cells in columns if any(cells)]
 
     def __repr__(self) -> str:
         if not self._runs:
             return "[]"
-        columns = [[title.text, *cells] for title, cells in self._columns()]
-        return "\n".join(wording.aligned([[*row] for row in zip(*columns, strict=True)]))
+        groups = self._groups()
+        columns = self._columns([group.runs[0] for group in groups if not group.is_sweep])
+        rows = zip(*([title.text, *cells] for title, cells in columns), strict=True)
+        head, *lines = wording.aligned([[*row] for row in rows]) if columns else [""]
+        rest = iter(lines)
+        found = [_about(each.runs) if each.is_sweep else next(rest) for each in groups]
+        return "\n".join([head, *found] if head else found)
 
     def _repr_html_(self) -> str | None:
         if not self._runs:
             return None
-        columns = self._columns()
-        lines = []
-        for index, (_, run) in enumerate(self._runs):
-            colours = {
-                "state": COLOURS.get(run.status),
-                "run": charts.COLOURS[index % len(charts.COLOURS)],
-            }
-            styles = [colours.get(title.colour) for title, _ in columns]
-            cells = [
-                element("td", cells[index], style=f"color:{colour}" if colour else None)
-                for (_, cells), colour in zip(columns, styles, strict=True)
-            ]
-            lines.append(element("tr", *cells))
-        titles = element("tr", *(element("th", title.text) for title, _ in columns))
-        return str(element("table", element("thead", titles), element("tbody", *lines)))
+        # It scrolls where it is wider than the page: cells of several lines made rows too high.
+        return str(element("div", self._table(self._groups()), style="overflow-x:auto"))
+
+    def _table(self, groups: Sequence[_Group]) -> Markup:
+        single = [group.runs[0] for group in groups if not group.is_sweep]
+        columns = self._columns(single)
+        rows = iter(_rows(single, columns))
+        lines = [
+            self._folded(group.runs, max(1, len(columns))) if group.is_sweep else next(rows)
+            for group in groups
+        ]
+        head = element("tr", *(element("th", title.text, style=_CELL) for title, _ in columns))
+        style = "margin:0;font-size:12px"
+        return element("table", element("thead", head), element("tbody", *lines), style=style)
+
+    def _folded(self, trials: Sequence[tuple[str, Run]], num_columns: int) -> Markup:
+        hidden = len(trials) - _MAX_TRIALS
+        rest = f"{hidden:,} more trials" if hidden > 0 else ""
+        table = self._table([_Group(False, [trial]) for trial in trials[:_MAX_TRIALS]])
+        details = element("details", element("summary", _about(trials)), table, rest)
+        return element("tr", element("td", details, colspan=num_columns, style=_CELL))
+
+
+def _rows(
+    runs: Sequence[tuple[str, Run]], columns: Sequence[tuple[_Title, Sequence[str]]]
+) -> list[Markup]:
+    rows = []
+    for index, (_, run) in enumerate(runs):
+        colours = {
+            "state": COLOURS.get(run.status),
+            "run": charts.COLOURS[index % len(charts.COLOURS)],
+        }
+        cells = []
+        for title, texts in columns:
+            text, colour = texts[index], colours.get(title.colour)
+            style = f"{_CELL};color:{colour}" if colour else _CELL
+            is_long = len(text) > _MAX_SHOWN
+            style = f"{_CUT};{style}" if is_long else style
+            cells.append(element("td", text, style=style, title=text if is_long else None))
+        rows.append(element("tr", *cells))
+    return rows
+
+
+def _about(trials: Sequence[tuple[str, Run]]) -> str:
+    """Return how a sweep stands: its name, its trials, and the best of them."""
+    states = [run.state for _, run in trials]
+    of = [state.trial for state in states if state.trial is not None]
+    num = max(trial.number for trial in of) + 1
+    parts = [f"{num:,} trial{'s' * (num > 1)}"]
+    counts = {
+        "of them here": len(trials) if len(trials) < num else 0,
+        "failed": sum(state.status == "failed" for state in states),
+        "stopped": sum(state.status == "stopped" for state in states),
+        "going on": sum(not state.has_ended for state in states),
+    }
+    parts += [f"{number} {what}" for what, number in counts.items() if number]
+    name, metric, mode = of[0].name, of[0].metric or "", of[0].mode
+    values = [
+        (curve.last, run.state.arguments)
+        for _, run in trials
+        if (curve := curves_of(run).get(metric)) is not None
+        and run.status != "failed"
+        and math.isfinite(curve.last)
+    ]
+    if values:
+        value, arguments = min(values) if mode == "min" else max(values)
+        about = one_line(arguments, _MAX_LABEL)
+        parts.append(f"best {name_of(metric)} {wording.number(value)} ({about})")
+    return f"sweep of {name}: {', '.join(parts)}"
 
 
 def _facts(label: str, run: Run, modes: Mapping[str, str | None]) -> list[str]:
@@ -129,12 +215,12 @@ def _facts(label: str, run: Run, modes: Mapping[str, str | None]) -> list[str]:
     return [
         one_line(label, _MAX_LABEL),
         f"{SIGNS.get(state.status, '●')} {state.status}",
-        wording.moment(state.started),
         wording.span(elapsed(state, state.now())),
         state.arguments,
+        one_line(in_a_line(failure.traceback, failure.message), _MAX_ERROR) if failure else "",
         *values,
         "" if first is None else charts.sparkline(first.points()),
-        one_line(in_a_line(failure.traceback, failure.message), _MAX_ERROR) if failure else "",
+        wording.moment(state.started),
         state.notebook,
         state.run,
     ]
@@ -219,7 +305,8 @@ def runs(
 ) -> RunTable[Run]:
     """Return the runs of this process, the newest last, failed and interrupted ones too.
 
-    A notebook shows the list as a table, with the last and the best value of each metric. Results
+    A notebook shows the list as a table, with the last and the best value of each metric; a sweep
+    is one row of it, with its best trial, and opens. The list has all trials. Results
     are kept as long as something refers to the handle that the launch returned, and unread ones of
     the newest run until the next launch; else a run has logs, metrics and state only. A launch that
     raised returned no handle; the newest few of these runs keep their results.
@@ -248,7 +335,8 @@ def runs(
     if sort is not None:
         mode = mode or mode_of(sort) or "min"
         found = _sorted(found, sort, mode)
-    return RunTable(found, [(run.name, run) for run in found], sort=sort, mode=mode)
+    labelled = [(run.name, run) for run in found]
+    return RunTable(found, labelled, sort=sort, mode=mode, folds_sweeps=True)
 
 
 def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:

@@ -28,9 +28,9 @@ key = "<b>" + "k" * 99
 for lr in (0.01, 0.1):
     run = notebook_launcher(train, (lr, Model()), 1, kwargs={"key": key}, name=f"lr {lr}")
 """
-FACTS = ["run", "state", "started", "took", "arguments"]
+FACTS = ["run", "state", "took", "arguments"]
 METRICS = ["loss", "best loss", "accuracy", "best accuracy", "lr", "loss curve"]
-COLUMNS = [*FACTS, *METRICS, "error", "notebook", "id"]
+COLUMNS = [*FACTS, "error", *METRICS, "started", "notebook", "id"]
 
 
 def cells(text: str) -> list[list[str]]:
@@ -60,25 +60,26 @@ def test_runs_and_comparisons_are_shown_as_tables(
         head, first, second, third = cells(text)
         assert head == COLUMNS
         assert first[:2] == ["lr 0.01", "✓ succeeded"]
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first[2])
-        assert re.fullmatch(r"\d+\.\d s", first[3])
-        assert first[4].startswith("lr=0.01, model=Model, key='<b>kkk")
+        assert re.fullmatch(r"\d+\.\d s", first[2])
+        assert first[3].startswith("lr=0.01, model=Model, key='<b>kkk")
         assert "k" * 60 not in text
-        assert first[5:12] == ["0.375", "0.125", "0.5", "0.75", "0.01", "█▁▃▆", "digits.ipynb"]
+        assert first[4:10] == ["0.375", "0.125", "0.5", "0.75", "0.01", "█▁▃▆"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first[10])
+        assert first[11] == "digits.ipynb"
         assert second[0] == "lr 0.1"
         assert third[:2] == ["fails", "✗ failed"]
         assert "ValueError: on purpose" in third
         assert html.count("<tr>") == 4
         # Failures are red, and a curve has the run's colour in compare().
-        assert "<td style='color:#cf4f57'>✗ failed</td>" in html
-        assert "<td style='color:#2f86d6'>█▁▃▆</td>" in html
-        assert "<td style='color:#d9730d'>█▁▃▆</td>" in html
+        assert "text-align:left;color:#cf4f57'>✗ failed</td>" in html
+        assert "text-align:left;color:#2f86d6'>█▁▃▆</td>" in html
+        assert "text-align:left;color:#d9730d'>█▁▃▆</td>" in html
         table, _ = shown("runs(sort='lr', mode='max')")
         assert [row[0] for row in cells(table)] == ["run", "lr 0.1", "lr 0.01", "fails"]
         # The best of what it is sorted by is the one that was asked for.
         table, _ = shown("runs(sort='loss', mode='max')")
         assert cells(table)[0][5:7] == ["loss", "best loss"]
-        assert cells(table)[1][5:7] == ["0.375", "0.5"]
+        assert cells(table)[1][4:6] == ["0.375", "0.5"]
         table, _ = shown("runs(sort='accuracy')")
         assert "accuracy curve" in cells(table)[0]
         assert "they logged 'loss', 'accuracy', 'lr'" in notebook.fails("runs(sort='acuracy')")
@@ -98,7 +99,60 @@ def test_runs_and_comparisons_are_shown_as_tables(
         text, _ = shown("compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
         table = text.partition("\n\n")[2]
         assert [row[0] for row in cells(table)] == ["run", "slow", "fast"]
-        assert cells(table)[1][5:7] == ["0.375", "0.125"]
+        assert cells(table)[1][4:6] == ["0.375", "0.125"]
         drawn = "compare(*old[:2], names=['lr'], backend='matplotlib')"
         axes = f"[axis.get_title() for axis in {drawn}]"
         assert notebook.run(f"print({axes})") == "['lr']\n"
+
+
+SWEEP = """
+from notebook_accel import Accelerator, notebook_launcher, runs, sweep
+
+def trial(lr, width):
+    if lr > 1:
+        raise ValueError("on purpose")
+    Accelerator().log({"loss": 8 * lr})
+    Accelerator().log({"loss": lr * width})
+
+alone = notebook_launcher(trial, (0.5, 2), 1, name="alone")
+space = [dict(lr=0.25, width=3), dict(lr=0.125, width=1), dict(lr=9.0, width=1)]
+s = sweep(trial, space, metric="loss", concurrent=1, view="none")
+last = notebook_launcher(trial, (0.5, 4), 1, name="last")
+"""
+
+
+def test_a_sweep_is_one_row_that_opens(tmp_path: Path) -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+
+        def shown(code: str) -> tuple[list[str], str]:
+            reply = notebook.finish(notebook.start(code))
+            assert reply.status == "ok", "\n".join(reply.traceback)
+            (data,) = (one["data"] for one in reply.outputs if "text/html" in one["data"])
+            return data["text/plain"].splitlines(), data["text/html"]
+
+        notebook.run(SWEEP)
+        lines, html = shown("runs()")
+        best = "sweep of trial: 3 trials, 1 failed, best loss 0.125 (lr=0.125, width=1)"
+        assert [line.split("  ")[0] for line in lines] == ["run", "alone", best, "last"]
+        row = html.partition("<details>")[2].partition("</details>")[0]
+        assert row.startswith(f"<summary>{best}</summary><table")
+        assert row.count("<tr>") == 4
+        assert "ValueError: on purpose" in row
+        assert "ValueError" not in html.replace(row, "")
+        assert "alone" not in row
+        assert html.count("<details>") == 1
+        # It is the table alone that is shorter.
+        found = "[each.id for each in runs()] == [alone.id, *(each.id for each in s), last.id]"
+        assert notebook.run(f"print({found})") == "True\n"
+        lines, _ = shown("runs(sort='loss')")
+        assert [line.split("  ")[0] for line in lines] == ["run", best, "alone", "last"]
+        lines, html = shown("from notebook_accel import compare\ncompare(s.runs, names=['loss'])")
+        assert "<details>" not in html
+        # All in one line each, however wide.
+        assert html.partition("<table")[2].count("white-space:nowrap") > 20
+
+        notebook.manager.restart_kernel(now=True)
+        notebook.kernel.client.wait_for_ready(timeout=60)
+        lines, html = shown("from notebook_accel import runs\nruns(everywhere=True)")
+        assert [line.split("  ")[0] for line in lines] == ["run", "alone", best, "last"]
+        assert html.count("<details>") == 1

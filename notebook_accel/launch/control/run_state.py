@@ -217,6 +217,17 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrialOf:
+    """Which trial of which sweep a run is; ``metric`` and ``mode`` say which trial is the best."""
+
+    sweep: str
+    name: str
+    number: int
+    metric: str | None
+    mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunState:
     """The state of a run (one call on all ranks). Immutable: each change makes a new one.
 
@@ -236,6 +247,7 @@ class RunState:
         warnings: texts of Python's warnings, with the ranks that have shown them.
         checkpoint: folder of the newest checkpoint that the run wrote; "" before the first.
         origin: id of the run of which this one is a clone, or goes on with; "" if there is none.
+        trial: which trial of a sweep it is; None if it is none.
     """
 
     run: str
@@ -256,6 +268,7 @@ class RunState:
     knobs: dict[str, wire.KnobMade] = field(default_factory=dict)
     checkpoint: str = ""
     origin: str = ""
+    trial: TrialOf | None = None
     devices: tuple[int, ...] = ()
     training: str = ""
     warnings: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from notebook_accel.config import resolve
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
+from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.preflight import check_call
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
@@ -33,7 +34,7 @@ from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.notebook import clicks
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.launcher import notebook_launcher, settings_of
+from notebook_accel.notebook.launcher import notebook_launcher, settings_of, trial_to_launch
 from notebook_accel.notebook.sweeps import table
 from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
 from notebook_accel.notebook.sweeps.leases import Leases, RayLeases
@@ -320,11 +321,20 @@ class Sweep:
         if devices is None:
             return None
         arguments, asked, is_added = self._arguments.ask()
+        number = len(self._trials)
+        trial_to_launch.set(
+            TrialOf(
+                sweep=self.id,
+                name=self._name,
+                number=number,
+                metric=self._metric,
+                mode=self._mode,
+            )
+        )
         run = self._launch(arguments, devices)
         if self._folder.has_call:
-            number = None if asked is None else asked.number
-            self._folder.add(TrialRecord(run.id, arguments, number, is_added))
-        number = len(self._trials)
+            of_study = None if asked is None else asked.number
+            self._folder.add(TrialRecord(run.id, arguments, of_study, is_added))
         trial = Trial(number=number, arguments=arguments, run=run, asked=asked, rounds=self._rounds)
         self._trials.append(trial)
         return trial
