@@ -243,7 +243,7 @@ test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(READY)
-	@for script in launch library_launch many_ranks session step strategies loader checkpoint closure flood panel faults; do \
+	@for script in launch library_launch many_ranks session step strategies loader checkpoint closure flood panel faults sweep; do \
 	  echo; echo "== benchmarks/$$script.py $(ARGS)"; \
 	  $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; \
 	done
