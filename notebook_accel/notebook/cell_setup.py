@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import sys
 import types
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,15 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.setup import libraries, steps
+from notebook_accel.launch.setup.steps import Path, Step
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.notebook.imports import parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from IPython.core.interactiveshell import InteractiveShell
-
-    from notebook_accel.launch.setup.steps import Path, Step
 
 # Python's own state, which ranks get otherwise or have of their own.
 _NOT_SET = ("os.environ", "sys.", "os.path", "builtins.display", "logging.root")

@@ -13,21 +13,16 @@ from __future__ import annotations
 
 import ast
 import functools
-import logging
 import sys
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import takewhile
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.launch.template import prepared_libraries
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.wire import ImportItem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-_log = logging.getLogger(__name__)
 
 # Names in a statement after which imports may find something else.
 _CHANGES_IMPORTS = {
@@ -50,15 +45,6 @@ def follow_imports(shell: Any) -> None:
     follower.look_at_start(shell.user_ns["In"][-1])
 
 
-@contextmanager
-def _harmless() -> Iterator[None]:
-    """Whatever a cell has: it runs as if nobody had looked."""
-    try:
-        yield
-    except Exception:
-        _log.debug("the imports of a cell were not found", exc_info=True)
-
-
 class _Follower:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
@@ -68,32 +54,32 @@ class _Follower:
         # Modules that were looked at.
         self._seen: set[str] = set()
 
-    @_harmless()
     def before_cell(self, info: Any) -> None:
-        code = getattr(info, "transformed_cell", None)
-        self.look_at_start(self._shell.transform_cell(info.raw_cell) if code is None else code)
+        with suppress(Exception):  # whatever a cell has, it runs as if nobody had looked
+            code = getattr(info, "transformed_cell", None)
+            self.look_at_start(self._shell.transform_cell(info.raw_cell) if code is None else code)
 
     def look_at_start(self, code: str) -> None:
         follow(item for item in imports_at_start(code) if prepared_libraries.is_library(item.root))
 
-    @_harmless()
     def look_at_cells(self, _result: Any = None) -> None:
-        # Source with magics as calls; the first entry is no cell.
-        cells = self._shell.user_ns["In"]
-        found = {root for code in cells[self._num_cells :] for root in _roots(code)}
-        # The last one may still run.
-        self._num_cells = max(0, len(cells) - 1)
-        new = sys.modules.keys() - self._seen
-        self._seen |= new
-        own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
-        found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
-        unknown = (found - self._roots - prepared_libraries.OF_TEMPLATE) & sys.modules.keys()
-        added = {*filter(prepared_libraries.is_library, unknown)}
-        self._roots |= added
-        # Of a library that a cell imports for the first time, older modules too: what is the
-        # notebook's now may have been imported by another library before.
-        names = [n for n in sys.modules if n in new or n.partition(".")[0] in added]
-        follow(map(ImportItem, prepared_libraries.modules_of(self._roots, names)))
+        with suppress(Exception):  # whatever a cell has, it runs as if nobody had looked
+            # Source with magics as calls; the first entry is no cell.
+            cells = self._shell.user_ns["In"]
+            found = {root for code in cells[self._num_cells :] for root in _roots(code)}
+            # The last one may still run.
+            self._num_cells = max(0, len(cells) - 1)
+            new = sys.modules.keys() - self._seen
+            self._seen |= new
+            own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
+            found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
+            unknown = (found - self._roots - prepared_libraries.OF_TEMPLATE) & sys.modules.keys()
+            added = {*filter(prepared_libraries.is_library, unknown)}
+            self._roots |= added
+            # Of a library that a cell imports for the first time, older modules too: what is the
+            # notebook's now may have been imported by another library before.
+            names = [n for n in sys.modules if n in new or n.partition(".")[0] in added]
+            follow(map(ImportItem, prepared_libraries.modules_of(self._roots, names)))
 
 
 def _is_own(root: str) -> bool:

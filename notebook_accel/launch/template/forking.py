@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
+from notebook_accel import wire
 from notebook_accel.launch.transport.handshake import accept
 from notebook_accel.system import processes, scratch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from notebook_accel import wire
 
 # What stands around a child's traceback on standard error.
 _FAILED, _END = "process {} failed\n", "\n== end of the traceback"

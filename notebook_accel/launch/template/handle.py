@@ -35,8 +35,9 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import psutil
@@ -53,9 +54,6 @@ from notebook_accel.system.open_files import naming_what_is_short
 from notebook_accel.system.processes import import_path, is_readable
 from notebook_accel.text_values import parse_flag
 from notebook_accel.tpu import AUTOLOAD
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 T = TypeVar("T")
 

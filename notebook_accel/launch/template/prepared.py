@@ -26,16 +26,17 @@ from __future__ import annotations
 import gc
 import os
 import re
+import selectors
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, invalidate_caches
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -45,10 +46,6 @@ from notebook_accel.launch.template.prepared_libraries import file_of, is_librar
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.system import processes
 from notebook_accel.system.memory import free_memory
-
-if TYPE_CHECKING:
-    import selectors
-    from collections.abc import Callable, Mapping, Sequence
 
 # The number of threads is set in each rank; a template itself must never start one.
 ITS_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -159,13 +156,10 @@ class Preparer:
             self._drop(self._now)
 
     def _add(self, message: wire.Import) -> None:
-        known = {item for each in self._wanted for item in each.items}
         items = tuple(
             item
             for item in message.items
-            if item not in known
-            and not _is_here(item)
-            and self._left_out.keys().isdisjoint((item.module, item.root))
+            if not _is_here(item) and self._left_out.keys().isdisjoint((item.module, item.root))
         )
         if items:
             self._wanted.append(msgspec.structs.replace(message, items=items))

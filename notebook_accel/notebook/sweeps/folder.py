@@ -12,16 +12,14 @@ import contextlib
 import fcntl
 import pickle
 import shutil
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, NamedTuple
 
 import cloudpickle
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.control.run_folder import new_run_id, runs_folder
 from notebook_accel.system.own_files import make_folder, own_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 # The newest stay.
 _KEPT_SWEEPS = 50

@@ -5,17 +5,13 @@ On a Ray cluster, Ray chooses them; a trial begins when there is room for all it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from notebook_accel.config import LaunchConfig
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.engines.ray import num_places
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.rank_environment import VISIBLE_OF_KIND
-
-if TYPE_CHECKING:
-    from notebook_accel.config import LaunchConfig
 
 
 class Leases:

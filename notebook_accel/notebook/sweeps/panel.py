@@ -9,14 +9,17 @@ The sweep's thread draws; clicks, which may come from any thread, leave a note f
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ipywidgets
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.clicks import clicks_for
+from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import PanelBox
 from notebook_accel.notebook.sweeps import table
@@ -24,12 +27,6 @@ from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.views import dashboard_in
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.markup import element, shorten, style_element
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.notebook.dashboard import Dashboard
 
 # None as a value would leave the list blank.
 _NO_TRIAL = -1

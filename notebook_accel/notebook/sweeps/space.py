@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
+from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
 from notebook_accel.text_values import shown
-
-if TYPE_CHECKING:
-    from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
 
 _EXPECTED = (
     'expected a dictionary of lists ({"lr": [0.1, 0.01]}), a list of dictionaries, or a dictionary '

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -27,7 +28,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
 from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.preflight import check_call
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
@@ -45,11 +46,6 @@ from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.system.interrupts import held
 from notebook_accel.text_values import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from notebook_accel.launch.run import Run
 
 # Between two looks at the trials, and two drawings of the table.
 _LOOK_SECONDS = 0.05

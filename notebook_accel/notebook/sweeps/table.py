@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from markupsafe import Markup
+
+from notebook_accel.launch.control.plotting import Point
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.snapshot import COLOURS
+from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.charts import render_together, saved_chart, sparkline
 from notebook_accel.render.markup import element, join, message_bytes, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from markupsafe import Markup
-
-    from notebook_accel.launch.control.plotting import Point
-    from notebook_accel.notebook.sweeps.trial import Trial
 
 # Rows and columns of arguments that are shown; characters of a cell, and of an error.
 _MAX_ROWS = 200

@@ -6,18 +6,14 @@ import contextlib
 import math
 import re
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.errors import WorkerError
 from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.metrics_file import MetricTail
-from notebook_accel.launch.run import call_of, raise_error
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from notebook_accel.launch.run import Run
+from notebook_accel.launch.run import Run, call_of, raise_error
 
 # Optuna copies all earlier ones at each, in memory.
 _MAX_REPORTS = 10_000
