@@ -15,22 +15,29 @@ import re
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ipywidgets
+from markupsafe import Markup
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.control.hang import Hang
+from notebook_accel.launch.control.run_state import Display, RunState
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.comparison import original_of
 from notebook_accel.notebook.controls import Controls
-from notebook_accel.notebook.display_slot import start_thread, widget_view
+from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
+from notebook_accel.notebook.snapshot import Snapshot
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.markup import copyable, element, file_link, style_element
 from notebook_accel.render.panel import (
+    AskedStacks,
     Details,
     fold_of_stacks,
     render_alert,
@@ -39,20 +46,6 @@ from notebook_accel.render.panel import (
     render_warnings,
     stacks_of_hang,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from markupsafe import Markup
-
-    from notebook_accel.launch.control.hang import Hang
-    from notebook_accel.launch.control.run_state import Display, RunState
-    from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.display_slot import DisplaySlot
-    from notebook_accel.notebook.snapshot import Snapshot
-    from notebook_accel.render.panel import AskedStacks
-
 
 _STOP_TOOLTIP = (
     "Stop all ranks at the same step. What is being trained is kept (last_run().rescued), or what "

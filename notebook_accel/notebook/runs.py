@@ -7,9 +7,9 @@ metric has a column with its last value, and one with its best where its name sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from markupsafe import Markup
 
@@ -21,6 +21,7 @@ from notebook_accel.launch.control.plotting import plot_together
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.clicks import find_kernel
@@ -32,11 +33,6 @@ from notebook_accel.notebook.views import choose_view
 from notebook_accel.render import charts
 from notebook_accel.render.markup import element
 from notebook_accel.text_values import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from notebook_accel.launch.view import View
 
 T = TypeVar("T")
 # Metrics with a column; of more the first ones have one.

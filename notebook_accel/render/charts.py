@@ -17,24 +17,20 @@ from __future__ import annotations
 import base64
 import math
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from notebook_accel.launch.control.curves import Curve
+from notebook_accel.launch.control.plotting import Point
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.render.markup import element, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from notebook_accel.launch.control.curves import Curve
-    from notebook_accel.launch.control.plotting import Point
 
 # Charts that the live panel draws at once; they share the points below.
 PAGE_SIZE = 6

@@ -7,11 +7,14 @@ row (the heat row), the slowest first, and only the slowest few have a row of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from markupsafe import Markup
 
+from notebook_accel.launch.control.hang import Hang
+from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import (
     ProgressLine,
@@ -33,12 +36,6 @@ from notebook_accel.launch.view.summary import (
     warning_lines,
 )
 from notebook_accel.render.markup import element, join, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from notebook_accel.launch.control.hang import Hang
-    from notebook_accel.launch.control.run_state import RankState, RunState
 
 # Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
 _LABEL_BYTES, _NOTICE_BYTES = 60, 600
