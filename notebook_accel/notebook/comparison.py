@@ -233,7 +233,9 @@ def _best_first(name: str, curves: Mapping[str, Curve]) -> list[tuple[str, Curve
 def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
     """Return the curves of rank 0 by the metrics' names.
 
-    Those of an ended run are read once for a table, which needs less of them (``in_detail``).
+    Args:
+        in_detail: for a chart. Else as coarse as a table's small curves, and read only once of a
+            run that has ended.
     """
     call = call_of(run)
     live = call.curves

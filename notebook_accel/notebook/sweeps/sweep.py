@@ -49,7 +49,8 @@ from notebook_accel.text_values import shown
 
 # Between two looks at the trials, and two drawings of the table.
 _LOOK_SECONDS = 0.05
-_POLL_SECONDS = 0.002
+# How soon it is noticed that a trial has ended: a look takes some 10 us, for hours.
+_POLL_SECONDS = 0.01
 _DRAW_SECONDS = 0.5
 _GO_ON_SECONDS = 30.0
 _INTERRUPTED = (
