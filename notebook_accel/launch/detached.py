@@ -102,7 +102,7 @@ def launch_detached(
         request.without_function(),
         view=GuardedView(View()),
         notebook=pickle.dumps(capture(request.config.seed)),
-        run_id=new_run_id(),
+        run_id=request.run_id or new_run_id(),
     )
     described = replace(packed, packed=Packed(), registry=Registry())
     with without_debugger(), tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:

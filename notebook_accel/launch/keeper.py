@@ -53,7 +53,8 @@ def serve(fd: int) -> None:
     """Launch the run that a kernel sends over a socket, and control it until it has ended.
 
     This is the main function of the keeper process. If the launch fails, it sends the error to the
-    kernel and returns. If the kernel disconnects before it has the run's id, the run is killed.
+    kernel and returns. If the kernel disconnects before it has the run's id, the run is killed; but
+    not a trial, whose id its sweep has saved before.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -95,10 +96,11 @@ def serve(fd: int) -> None:
     try:
         launcher.send(_snapshot(call))
         launcher.receive()
-    except (OSError, EOFError, ProtocolError):  # nobody has the run's id
-        listener.close()
-        _drop(call)
-        return
+    except (OSError, EOFError, ProtocolError):
+        if request.trial is None:  # nobody has the run's id
+            listener.close()
+            _drop(call)
+            return
     try:
         _serve_kernels(call, listener, launcher)
     finally:

@@ -33,8 +33,10 @@ from notebook_accel.notebook.views import choose_view, dashboard_in
 from notebook_accel.text_values import shown
 
 P = ParamSpec("P")
-# Set in the thread of a sweep, which launches nothing else.
-trial_to_launch: ContextVar[TrialOf | None] = ContextVar("trial_to_launch", default=None)
+# The next run's id, and which trial it is: set in the thread of a sweep, which launches no other.
+trial_to_launch: ContextVar[tuple[str, TrialOf | None]] = ContextVar(
+    "trial_to_launch", default=("", None)
+)
 
 # The fields of LaunchConfig; those that are arguments of the launcher too have the same names.
 _SETTINGS = [field.name for field in fields(LaunchConfig)]
@@ -220,6 +222,7 @@ def notebook_launcher(
             "the function instead"
         )
     steps, lost = read_setup(get_ipython())
+    run_id, trial = trial_to_launch.get()
     with show_in_short():
         request = LaunchRequest(
             function=function,
@@ -236,7 +239,8 @@ def notebook_launcher(
             detach=detach,
             resume=resumed,
             origin=resume.id if isinstance(resume, Run) else "",
-            trial=trial_to_launch.get(),
+            run_id=run_id,
+            trial=trial,
             new_view=partial(choose_view, view),
         )
         if ranks is not None:

@@ -439,3 +439,45 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
             assert began.read_text().split() == ["4", "3", "2", "1"]
             again = f"s = attach({name!r}).wait(); print(len(s), s.best[0])"
             assert other.run(again).endswith("4 1\n"), "an ended one, too"
+
+
+@pytest.mark.parametrize("place", ["launcher.launch_detached", "detached.AttachedCall"])
+def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
+    place: str, tmp_path: Path
+) -> None:
+    """Before the process is there that keeps the trial, or when the trial's ranks have begun."""
+    began = tmp_path / "began"
+    with open_notebook() as notebook:
+        name = notebook.run(
+            f"""
+            import os, signal, time
+            from notebook_accel import sweep
+            from notebook_accel.launch import detached, launcher
+
+            def train(lr):
+                with open({str(began)!r}, "a") as file:
+                    print(lr, file=file)
+                time.sleep(1)
+                return lr
+
+            s = sweep(
+                train, {{"lr": [4, 3, 2, 1]}}, concurrent=1, detach=True, block=False,
+                devices="cpu", view="none",
+            )
+            while len(s) < 1:
+                time.sleep(0.01)
+            {place} = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+            print(s.id)
+            """
+        ).strip()
+        notebook.manager.provisioner.process.wait(SOON)
+        with open_notebook() as other:
+            shown = other.run(
+                f"""
+                from notebook_accel import attach
+                s = attach({name!r}).wait()
+                print([run[0] for run in s])
+                """
+            )
+            assert shown.endswith("[4, 3, 2, 1]\n")
+            assert began.read_text().split() == ["4", "3", "2", "1"]

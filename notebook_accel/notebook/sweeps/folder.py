@@ -3,7 +3,7 @@
 runs folder/sweeps/20260131-120000-1a2b3c/
   study.log    the Optuna study, if there is one
   call.pkl     the arguments of ``sweep``            } with detach=True
-  trials.pkl   a record for each trial that began    }
+  trials.pkl   a record for each trial, as it begins }
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import contextlib
 import fcntl
 import pickle
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import cloudpickle
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.control.run_folder import new_run_id, runs_folder
+from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs_folder
 from notebook_accel.system.own_files import make_folder, own_file
 
 # The newest stay.
 _KEPT_SWEEPS = 50
+# A launch that the killed kernel had begun gets so long until the folder of its run is there.
+_BEGINS_SECONDS = 10.0
+_POLL_SECONDS = 0.05
 
 
 class TrialRecord(NamedTuple):
-    """A trial that began: its run's id, its number in the study, and whether a person added it."""
+    """A trial that begins: its run's id, number in the study, and whether a person added it."""
 
     run: str
     arguments: dict[str, Any]
@@ -41,6 +45,7 @@ class SweepFolder:
         self.id = sweep_id or new_run_id()
         self._root = runs_folder() / "sweeps"
         self.path = self._root / self.id
+        self._trials = self.path / "trials.pkl"
         self._held: IO[str] | None = None
 
     def make(self) -> None:
@@ -88,14 +93,29 @@ class SweepFolder:
             ) from error
 
     def add(self, trial: TrialRecord) -> None:
-        with open(self.path / "trials.pkl", "ab", opener=own_file) as file:
+        with open(self._trials, "ab", opener=own_file) as file:
             cloudpickle.dump(tuple(trial), file)
 
-    def trials(self) -> Iterator[TrialRecord]:
-        """Yield the trials that began; one whose record was cut off by the kernel's end is none."""
+    def trials(self) -> list[TrialRecord]:
+        """Return the trials that began.
+
+        The kernel may have been killed before it launched the one that it recorded last.
+        """
+        found = [*self._records()]
+        if found:
+            newest = RunFolder(runs_folder() / found[-1].run)
+            deadline = self._trials.stat().st_mtime + _BEGINS_SECONDS
+            while newest.load() is None:
+                if time.time() > deadline:
+                    return found[:-1]
+                time.sleep(_POLL_SECONDS)
+        return found
+
+    def _records(self) -> Iterator[TrialRecord]:
+        """Yield the records; one that was cut off by the kernel's end is none."""
         with (
             contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError),
-            open(self.path / "trials.pkl", "rb", opener=own_file) as file,
+            open(self._trials, "rb", opener=own_file) as file,
         ):
             while True:
                 yield TrialRecord(*pickle.load(file))

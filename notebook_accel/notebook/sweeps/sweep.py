@@ -26,6 +26,7 @@ from notebook_accel.config import resolve
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
+from notebook_accel.launch.control.run_folder import new_run_id
 from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.preflight import check_call
 from notebook_accel.launch.run import Run, call_of
@@ -104,7 +105,7 @@ class Sweep:
         self._failures: Counter[tuple[Any, ...]] = Counter()
         self._first_error: dict[tuple[Any, ...], BaseException] = {}
         self._error: BaseException | None = None
-        records = [*folder.trials()]
+        records = folder.trials()
         for record in records:
             self._take_up(record)
         arguments.give_up_others(records)
@@ -318,20 +319,20 @@ class Sweep:
         if devices is None:
             return None
         arguments, asked, is_added = self._arguments.ask()
-        number = len(self._trials)
-        trial_to_launch.set(
-            TrialOf(
-                sweep=self.id,
-                name=self._name,
-                number=number,
-                metric=self._metric,
-                mode=self._mode,
-            )
-        )
-        run = self._launch(arguments, devices)
+        number, run_id = len(self._trials), new_run_id()
         if self._folder.has_call:
+            # Before the launch: the kernel may be killed in its midst, and the trial goes on.
             of_study = None if asked is None else asked.number
-            self._folder.add(TrialRecord(run.id, arguments, of_study, is_added))
+            self._folder.add(TrialRecord(run_id, arguments, of_study, is_added))
+        of_sweep = TrialOf(
+            sweep=self.id,
+            name=self._name,
+            number=number,
+            metric=self._metric,
+            mode=self._mode,
+        )
+        trial_to_launch.set((run_id, of_sweep))
+        run = self._launch(arguments, devices)
         trial = Trial(number=number, arguments=arguments, run=run, asked=asked, rounds=self._rounds)
         self._trials.append(trial)
         return trial
