@@ -481,3 +481,34 @@ def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
             )
             assert shown.endswith("[2, 1]\n")
             assert began.read_text().split() == ["2", "1"]
+
+
+@pytest.mark.long
+def test_a_thousand_trials_leave_the_kernel_as_it_was() -> None:
+    with open_notebook() as notebook:
+        shown = notebook.run(
+            """
+            import psutil, threading
+            from notebook_accel import runs, sweep
+
+            kernel = psutil.Process()
+
+            def stands():
+                return kernel.num_fds(), threading.active_count(), kernel.memory_info().rss / 1e6
+
+            def train(number):
+                return number
+
+            sweep(train, {"number": [1, 2, 3]}, devices="cpu", view="none")
+            before = stands()
+            s = sweep(train, {"number": [*range(1000)]}, devices="cpu", concurrent=2)
+            assert [run[0] for run in s] == [*range(1000)]
+            print(len(runs()), *(now - then for now, then in zip(stands(), before)))
+            """,
+            timeout=500,
+        )
+        kept, descriptors, threads, memory = map(float, shown.split()[-4:])
+        assert kept == 50
+        assert descriptors <= 3
+        assert threads <= 2
+        assert memory < 100, "MB; the panel's and the handles' of 1,000 runs"
