@@ -138,6 +138,7 @@ class Kernel:
         self.models: dict[str, dict[str, Any]] = {}
         self.strays: list[str] = []
         self._running: set[str] = set()
+        self._ended: set[str] = set()
         self._subshell: str | None = None
         reply = client.kernel_info(reply=True, timeout=60)
         features = reply["content"].get("supported_features", [])
@@ -150,14 +151,14 @@ class Kernel:
         return str(self.client.execute(code, allow_stdin=allow_stdin))
 
     def finish(self, message_id: str, *, timeout: float = 60) -> Reply:
-        reply = Reply()
+        """Give what a cell does from now on until its end, which may have come meanwhile."""
+        reply = Reply(status="ok")
         deadline = time.monotonic() + timeout
-        while True:
+        while message_id not in self._ended:
             message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
             is_own = message["parent_header"].get("msg_id") == message_id
             self._take(message, reply if is_own else Reply())
-            if is_own and message["content"].get("execution_state") == "idle":
-                return reply
+        return reply
 
     def train_with_panel(self, folder: Path, *, timeout: float = 60) -> tuple[Reply, str]:
         """Train until the panel was seen; return the reply, and the summary's HTML."""
@@ -249,6 +250,8 @@ class Kernel:
         if parent.get("msg_id") and state is not None:
             change = self._running.add if state == "busy" else self._running.discard
             change(parent["msg_id"])
+            if state == "idle":
+                self._ended.add(parent["msg_id"])
         is_drawn = message["msg_type"].startswith(("comm_", "display_data", "update_display"))
         if is_drawn and parent.get("msg_id") not in self._running:
             self.strays.append(message["msg_type"])
@@ -281,8 +284,6 @@ class Kernel:
         elif kind == "error":
             reply.traceback = content["traceback"]
             reply.status = "error"
-        if not reply.status:
-            reply.status = "ok"
 
 
 class Console(Kernel):
