@@ -31,7 +31,7 @@ from notebook_accel.errors import (
     WorkerError,
 )
 from notebook_accel.launch.control.call import Call
-from notebook_accel.launch.control.plotting import number_steps, plot_metrics
+from notebook_accel.launch.control.plotting import number_steps, plot_together
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_state import RESCUED, Failure, Progress, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
@@ -612,7 +612,10 @@ class Run:
         if backend is not None:
             as_choice("backend", backend, ["matplotlib"])
         charts = self._call.view.charts_of(Run(self._call), names) if backend is None else None
-        return plot_metrics(self.metrics, names) if charts is None else charts
+        if charts is not None:
+            return charts
+        rows = {self.name: self.metrics}
+        return plot_together(rows, names, of="this run", caller="run.plot()")
 
     def stacks(self, rank: int | None = None) -> str:
         """Return where the Python code of each rank is now, as text.

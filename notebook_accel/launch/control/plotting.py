@@ -41,33 +41,28 @@ def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
     return {name: dict(sorted(by_rank.items())) for name, by_rank in curves.items()}
 
 
-def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Axes]:
-    """Draw each metric in axes of its own, with one line for each rank; return the axes."""
-    curves = metric_curves(metrics)
-    drawn = _axes(curves, names, of="this run", caller="run.plot()")
-    for name, axis in drawn:
-        for rank, points in curves[name].items():
-            axis.plot(*zip(*points, strict=True), label=f"rank {rank}")
-        if len(curves[name]) > 1:
-            axis.legend()
-    return [axis for _, axis in drawn]
-
-
 def plot_together(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str], colours: Sequence[str]
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    names: Sequence[str],
+    colours: Sequence[str] = (),
+    *,
+    of: str = "these runs",
+    caller: str = "compare()",
 ) -> list[Axes]:
-    """Draw each metric of several runs in axes of its own; return the axes."""
+    """Draw each metric in axes of its own, and return these: a colour a run, or a line a rank."""
     curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
     known = dict.fromkeys(name for found in curves.values() for name in found)
-    drawn = _axes(known, names, of="these runs", caller="compare()")
+    drawn = _axes(known, names, of=of, caller=caller)
     for name, axis in drawn:
         for index, (label, found) in enumerate(curves.items()):
-            for number, points in enumerate(found.get(name, {}).values()):
-                # One entry in the legend for all ranks of a run.
-                text = label if number == 0 else None
-                colour = colours[index % len(colours)]
-                axis.plot(*zip(*points, strict=True), color=colour, label=text)
-        axis.legend()
+            for number, (rank, points) in enumerate(found.get(name, {}).items()):
+                colour, text = None, f"rank {rank}"
+                if colours:
+                    # One entry in the legend for all ranks of a run.
+                    colour, text = colours[index % len(colours)], label if number == 0 else ""
+                axis.plot(*zip(*points, strict=True), color=colour, label=text or None)
+        if colours or len(axis.lines) > 1:
+            axis.legend()
     return [axis for _, axis in drawn]
 
 

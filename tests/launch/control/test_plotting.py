@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from notebook_accel.launch.control.plotting import metric_curves, number_steps, plot_metrics
+from notebook_accel.launch.control.plotting import metric_curves, number_steps, plot_together
 
 
 def row(name: str, value: float, *, rank: int = 0, step: int | None = None) -> dict[str, object]:
@@ -43,7 +43,8 @@ def test_a_table_has_steps_and_datetimes() -> None:
 def test_many_metrics_make_a_figure_that_a_page_need_not_shrink() -> None:
     pytest.importorskip("matplotlib").use("agg")
     names = [f"m{number}" for number in range(5)]
-    axes = plot_metrics([row(name, 1.0, step=step) for name in names for step in (0, 1)])
+    rows = [row(name, 1.0, step=step) for name in names for step in (0, 1)]
+    axes = plot_together({"run": rows}, ())
     assert [axis.get_title() for axis in axes] == names
     (figure,) = {axis.figure for axis in axes}
     assert figure.get_size_inches()[0] <= 9
