@@ -18,7 +18,6 @@ from notebook_accel.actions.messages import Action
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
-from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.rank.knob_limits import checked
 from notebook_accel.render.markup import element, join, shorten
@@ -44,13 +43,11 @@ class Controls:
 
     Args:
         run: the run.
-        clicks: gets clicks through to the kernel while a cell runs.
         widgets: makes the widgets of the panel.
     """
 
-    def __init__(self, run: Run, clicks: ClicksAfterTheCell, widgets: PanelWidgets) -> None:
+    def __init__(self, run: Run, widgets: PanelWidgets) -> None:
         self._run = run
-        self._clicks = clicks
         self._widgets = widgets
         self._knobs: dict[str, _KnobControl] = {}
         self._saving: Future[None] | None = None
@@ -59,23 +56,13 @@ class Controls:
         self._notice = widgets.make(ipywidgets.HTML, classes="na-hidden")
         self.box = widgets.make(ipywidgets.VBox, [self._notice], classes="na-controls")
         self._save, self._pause = (
-            widgets.make(
-                ipywidgets.Button,
-                description=name,
-                tooltip=about,
-                disabled=True,
-                classes=f"na-small-button {class_}",
-            )
-            for name, about, class_ in (
-                ("Save now", _SAVE_TOOLTIP, "na-save"),
-                ("Pause", _PAUSE_TOOLTIP, "na-pause"),
+            widgets.button(name, about, act, f"na-small-button {class_}")
+            for name, about, act, class_ in (
+                ("Save now", _SAVE_TOOLTIP, self._on_save, "na-save"),
+                ("Pause", _PAUSE_TOOLTIP, self._on_pause, "na-pause"),
             )
         )
         self.buttons = [self._save, self._pause] if call_of(run).can_act else []
-        self._save.on_click(self._on_save)
-        self._pause.on_click(self._on_pause)
-        for button in self.buttons:
-            clicks.let_through(button)
 
     def draw(self, state: RunState) -> None:
         """Update buttons and controls; only what has changed is sent to the page."""
@@ -105,7 +92,7 @@ class Controls:
         new = [name for name in list(state.knobs)[:_MAX_KNOBS] if name not in self._knobs]
         for name in new:
             control = _KnobControl(state.knobs[name], self._widgets, self._set)
-            self._clicks.let_through(control.control)
+            self._widgets.let_through(control.control)
             self._knobs[name] = control
         if new:
             rows = [control.row for control in self._knobs.values()]
@@ -115,11 +102,11 @@ class Controls:
 
     # ---- clicks, which may come from any thread: they ask, and the next drawing shows it ----
 
-    def _on_save(self, _button: Any) -> None:
+    def _on_save(self) -> None:
         act = call_of(self._run).act
         self._saving = self._ask("Save now", lambda: act(Action(kind="save")))
 
-    def _on_pause(self, _button: Any) -> None:
+    def _on_pause(self) -> None:
         if self._run.status == "paused":
             self._pausing = self._ask("Go on", call_of(self._run).go_on)
         else:

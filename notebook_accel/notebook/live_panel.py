@@ -52,6 +52,7 @@ _STOP_TOOLTIP = (
     "the function returns, if it reads should_stop. The kernel's own Interrupt ends them as well."
 )
 _KILL_TOOLTIP = "End all ranks at once, with the processes that they started. Results are lost."
+_STACKS_TOOLTIP = "Show which line each rank executes now"
 _FOLDER_TOOLTIP = "Show the folder that has the whole output of each rank"
 _TITLE_SECONDS = 1.0
 # So long after a click on Kill another one is part of it, since many people click twice; from then
@@ -170,7 +171,7 @@ class LivePanel:
         self._is_folder_asked = False
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
-        self._widgets = widgets = PanelWidgets()
+        self._widgets = widgets = PanelWidgets(clicks)
         # Its own body: a page that shows the box would draw the table in the other one at once,
         # and the rest of the panel when it has made all widgets.
         self._title, self._body, self._warnings, self._note, self._alert, self._displays = (
@@ -178,25 +179,18 @@ class LivePanel:
             for classes in ("na-head", "na-body", "", "na-note", "na-alert", "")
         )
         buttons = [
-            widgets.make(ipywidgets.Button, description=name, tooltip=tooltip, classes=classes)
-            for name, tooltip, classes in (
-                ("Stop", f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip(), "na-stop"),
-                ("Kill", _KILL_TOOLTIP, "na-small-button na-kill"),
-                ("Stacks", "Show which line each rank executes now", "na-small-button"),
-                ("Log folder", _FOLDER_TOOLTIP, "na-small-button"),
-            )
+            widgets.button("Stop", f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip(), stop, "na-stop"),
+            widgets.button("Kill", _KILL_TOOLTIP, self._on_kill, "na-small-button na-kill"),
+            widgets.button("Stacks", _STACKS_TOOLTIP, self._on_stacks),
+            widgets.button("Log folder", _FOLDER_TOOLTIP, self._on_folder),
         ]
-        acts = lambda _: stop(), self._on_kill, self._on_stacks, self._on_folder
-        for button, act in zip(buttons, acts, strict=True):
-            button.on_click(act)
-            clicks.let_through(button)
         self._stop, self._kill = buttons[:2]
-        self._controls = Controls(run, clicks, widgets)
+        self._controls = Controls(run, widgets)
         buttons[1:1] = self._controls.buttons
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        self._metrics = MetricsView(clicks, widgets, call_of(run).metrics.sample, original_of(run))
-        self._log = LogView(run.state, clicks, widgets, saved=self._saved_log)
+        self._metrics = MetricsView(widgets, call_of(run).metrics.sample, original_of(run))
+        self._log = LogView(run.state, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
         gone = element(
             "div",
@@ -298,7 +292,7 @@ class LivePanel:
 
     # ---- clicks ----------------------------------------------------------------------------
 
-    def _on_kill(self, _button: Any) -> None:
+    def _on_kill(self) -> None:
         now = time.monotonic()
         # Results are lost by it: a slip of the hand must not be enough.
         if self._asks_whether_sure(now):
@@ -306,7 +300,7 @@ class LivePanel:
         elif now >= self._kill_asked + _SURE_SECONDS:
             self._kill_asked = now
 
-    def _on_stacks(self, _button: Any) -> None:
+    def _on_stacks(self) -> None:
         # It takes up to some seconds, in which the panel goes on.
         start_thread(self._fetch_stacks, name="notebook-accel-stacks")
 
@@ -316,7 +310,7 @@ class LivePanel:
             title = f"stacks after {wording.clock(state.now() - state.started)}"
             self.asked_stacks = title, _alike(text)
 
-    def _on_folder(self, _button: Any) -> None:
+    def _on_folder(self) -> None:
         self._is_folder_asked = True
 
     def _saved_log(self, rank: int | None) -> Markup:

@@ -27,7 +27,6 @@ from markupsafe import Markup
 from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.plain import LineReader
-from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.ansi_colours import ansi_to_markup
 from notebook_accel.render.markup import element, join, shorten
@@ -254,7 +253,6 @@ class LogView:
     def __init__(
         self,
         state: RunState,
-        clicks: ClicksAfterTheCell,
         widgets: PanelWidgets,
         *,
         saved: Callable[[int | None], Markup],
@@ -272,41 +270,30 @@ class LogView:
         self._scroll = self._make_scroll_box()
         options = [("all ranks", _ALL_RANKS)]
         options += [(f"rank {rank}", rank) for rank in range(state.world_size)]
-        self._filter = widgets.make(
+        self._filter = widgets.field(
             ipywidgets.Dropdown,
+            "Output of",
+            "Whose output is shown",
             options=options,
-            description="Output of",
-            tooltip="Whose output is shown",
             classes="na-filter na-rank-filter",
         )
-        self._search = widgets.make(
+        self._search = widgets.field(
             ipywidgets.Text,
+            "Search the output",
+            "Show only lines with these words, of the newest 2,000 of each rank",
             placeholder="search",
-            description="Search the output",
-            tooltip="Show only lines with these words, of the newest 2,000 of each rank",
             classes="na-search",
         )
-        self._follow = widgets.make(
-            ipywidgets.Button,
-            description="↓ newest",
-            tooltip="Go to the newest line and follow the output",
-            classes="na-small-button na-follow",
-        )
-        self._save = widgets.make(
-            ipywidgets.Button,
-            description="Save",
-            tooltip="Give a link that saves the output of these ranks as a file",
-            classes="na-small-button",
-        )
-        self._follow.on_click(self._on_follow)
-        self._save.on_click(self._on_save)
+        about = "Go to the newest line and follow the output"
+        classes = "na-small-button na-follow"
+        follow = widgets.button("↓ newest", about, self._on_follow, classes)
+        about = "Give a link that saves the output of these ranks as a file"
+        save = widgets.button("Save", about, self._on_save)
         self._link = widgets.make(ipywidgets.HTML, classes="na-link")
         self._title = widgets.make(ipywidgets.HTML, "output", classes="na-log-title na-optional")
-        parts = [self._title, self._filter, self._search, self._link, self._save, self._follow]
+        parts = [self._title, self._filter, self._search, self._link, save, follow]
         if state.world_size == 1:
             parts.remove(self._filter)
-        for widget in (self._filter, self._search, self._follow, self._save):
-            clicks.let_through(widget)
         self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar")
         content = [self._bar, self._scroll]
         self.box = widgets.make(ipywidgets.VBox, content, classes="na-log")
@@ -345,10 +332,10 @@ class LogView:
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
 
-    def _on_save(self, _button: Any) -> None:
+    def _on_save(self) -> None:
         self._is_save_asked = True
 
-    def _on_follow(self, _button: Any) -> None:
+    def _on_follow(self) -> None:
         self._is_follow_asked = True
 
     # ---- drawing ----

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from notebook_accel.launch.control.curves import Curve, LiveCurves
 from notebook_accel.launch.control.plotting import Point, metric_curves
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.comparison import Original
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.charts import PAGE_SIZE, render_charts, thin_out
@@ -42,7 +41,6 @@ class MetricsView:
 
     def __init__(
         self,
-        clicks: ClicksAfterTheCell,
         widgets: PanelWidgets,
         read_rows: Callable[[], Sequence[Mapping[str, Any]]] = list,
         original: Original | None = None,
@@ -59,13 +57,7 @@ class MetricsView:
         self._groups: dict[str, list[str]] = {}
         self._title = widgets.make(ipywidgets.HTML, "metrics", classes="na-log-title")
         choices = [
-            widgets.make(
-                ipywidgets.Dropdown,
-                options=options,
-                description=name,
-                tooltip=about,
-                classes="na-filter",
-            )
+            widgets.field(ipywidgets.Dropdown, name, about, options=options, classes="na-filter")
             for name, options, about in (
                 ("Which metrics", [("all", "")], "Metrics by their prefix"),
                 ("Scale", [("linear", False), ("log", True)], "Scale"),
@@ -73,37 +65,27 @@ class MetricsView:
             )
         ]
         self._group, self._scale, self._smoothing = choices
-        self._steps = widgets.make(
+        self._steps = widgets.field(
             ipywidgets.Text,
+            "Steps",
+            _ZOOM_TOOLTIP,
             placeholder="all steps",
-            description="Steps",
-            tooltip=_ZOOM_TOOLTIP,
             continuous_update=False,
             classes="na-search na-range",
         )
         self._link = widgets.make(ipywidgets.HTML, classes="na-csv")
-        self._csv = widgets.make(
-            ipywidgets.Button, description="CSV", tooltip=_CSV_TOOLTIP, classes="na-small-button"
-        )
-        self._csv.on_click(self._on_csv)
-        self._before, self._after = (
-            widgets.make(
-                ipywidgets.Button, description=name, tooltip=about, classes="na-small-button"
-            )
-            for name, about in (("← back", "The metrics before these"), ("more →", "More metrics"))
-        )
-        self._before.on_click(lambda _: self._turn(-1))
-        self._after.on_click(lambda _: self._turn(1))
+        csv_button = widgets.button("CSV", _CSV_TOOLTIP, self._on_csv)
+        about = "The metrics before these"
+        self._before = widgets.button("← back", about, lambda: self._turn(-1))
+        self._after = widgets.button("more →", "More metrics", lambda: self._turn(1))
         self._group.observe(lambda _: self._turn(-self._page), names="value")
         buttons = [self._before, self._after]
         self._pager = widgets.make(ipywidgets.HBox, buttons, classes="na-pager")
-        parts = [self._title, *choices, self._steps, self._link, self._csv, self._pager]
+        parts = [self._title, *choices, self._steps, self._link, csv_button, self._pager]
         bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar")
         self._charts = widgets.make(ipywidgets.HTML)
         content = [bar, self._charts]
         self.box = widgets.make(ipywidgets.VBox, content, classes="na-metrics na-hidden")
-        for widget in (*choices, self._steps, self._csv, *buttons):
-            clicks.let_through(widget)
 
     def draw(self, curves: LiveCurves, *, now: float) -> None:
         """Draw at once after a click, else at most once a second; ``now`` is monotonic."""
@@ -190,7 +172,7 @@ class MetricsView:
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
 
-    def _on_csv(self, _button: Any) -> None:
+    def _on_csv(self) -> None:
         self._is_csv_asked = True
 
     def _turn(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The widgets of a run's panel."""
+"""The widgets of a panel: made alike, let through to a busy kernel, and closed together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
+
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
 
 
 class PanelWidgets:
@@ -15,7 +17,8 @@ class PanelWidgets:
     for models for two seconds only ("model not found"). Widgets differ by their CSS classes alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clicks: ClicksAfterTheCell | None = None) -> None:
+        self.let_through = (clicks or ClicksAfterTheCell(None)).let_through
         self._layout = ipywidgets.Layout()
         self._styles: dict[Callable[..., Any], Any] = {}
         self._made: list[Any] = []
@@ -33,6 +36,21 @@ class PanelWidgets:
             self._styles[kind] = widget.style
         self._made.append(widget)
         return widget
+
+    def field(
+        self, kind: Callable[..., Any], name: str, about: str, *, classes: str, **traits: Any
+    ) -> Any:
+        """Make what a person fills in; ``about`` is its tooltip."""
+        widget = self.make(kind, description=name, tooltip=about, classes=classes, **traits)
+        self.let_through(widget)
+        return widget
+
+    def button(
+        self, name: str, about: str, act: Callable[[], object], classes: str = "na-small-button"
+    ) -> Any:
+        button = self.field(ipywidgets.Button, name, about, classes=classes)
+        button.on_click(lambda _: act())
+        return button
 
     def close(self) -> None:
         """Close all widgets: a connecting page asks for the state of each that is open."""

@@ -9,7 +9,6 @@ import ipywidgets
 from markupsafe import Markup
 
 from notebook_accel import wire
-from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.log_view import LogView
 from tests.notebook.states import after, running
@@ -27,7 +26,7 @@ def output(rank: int, text: str) -> wire.Output:
 
 def view_of(state: Any) -> LogView:
     saved = lambda rank: Markup(f"<a>{'all' if rank is None else rank}</a>")  # noqa: E731
-    return LogView(state, ClicksAfterTheCell(None), PanelWidgets(), saved=saved)
+    return LogView(state, PanelWidgets(), saved=saved)
 
 
 def blocks(view: LogView) -> list[Any]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves
-from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.render.charts import COLOURS, render_charts, saved_chart, thin_out
@@ -175,7 +174,7 @@ def test_the_values_themselves_are_pale_behind_a_smooth_line() -> None:
 def test_a_range_of_steps_is_drawn_with_all_of_its_values() -> None:
     curves = live(100_000, loss=lambda step: step % 10)
     rows = [{"name": "loss", "rank": 0, "step": n, "value": n % 10} for n in range(100_000)]
-    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets(), lambda: rows)
+    view = MetricsView(PanelWidgets(), lambda: rows)
     view.draw(curves, now=0.0)
     field(view.box, "CSV").click()
     field(view.box, "Steps").value = "500-540"
@@ -246,7 +245,7 @@ def live(steps: int, **values: Callable[[int], float]) -> LiveCurves:
 
 
 def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
-    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
+    view = MetricsView(PanelWidgets())
     field(view.box, "Scale").value = is_log
     view.draw(curves, now=0.0)
     return str(view.box.children[-1].value)
@@ -324,7 +323,7 @@ def test_a_label_is_short_and_never_cut(low: float, high: float, text: str) -> N
 def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     curves = LiveCurves()
     curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
-    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
+    view = MetricsView(PanelWidgets())
     view.draw(curves, now=0.0)
     field(view.box, "Which metrics").value = "eval"
     field(view.box, "more →").click()

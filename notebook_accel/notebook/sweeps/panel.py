@@ -59,43 +59,43 @@ class SweepPanel:
         self._opened: tuple[Trial, Dashboard] | None = None
         self._drawn: RunState | None = None
         self._said = ""
-        self._widgets = widgets = PanelWidgets()
+        self._widgets = widgets = PanelWidgets(self.clicks)
         self._title, self._about, self._notice = (
             widgets.make(ipywidgets.HTML, classes=classes)
             for classes in ("na-head", "na-trial-name", "")
         )
-        self._picker = widgets.make(
+        self._picker = widgets.field(
             ipywidgets.Dropdown,
+            "Trial",
+            "Open the panel of a trial; a click on its row does the same",
             options=[("open a trial", _NO_TRIAL)],
-            description="Trial",
-            tooltip="Open the panel of a trial; a click on its row does the same",
             classes="na-filter na-trial-filter",
         )
-        self._changes = widgets.make(
+        self._changes = widgets.field(
             ipywidgets.Text,
-            description="Changes of the clone",
+            "Changes of the clone",
+            "Arguments of the clone that differ",
             placeholder="lr=0.01, width=64",
             continuous_update=False,
             classes="na-search",
         )
         act = self._on_trial
-        asks: dict[str, tuple[str, Callable[[], object]]] = {
-            "Stop": ("Start no further trial, and stop those that run", stop),
-            "Stop trial": ("Stop this trial at its next batch", lambda: act(Trial.end)),
-            "Next": ("Let this trial have the next free devices", lambda: act(Trial.hasten)),
-            "Clone": ("Add a trial with the changes typed before", lambda: act(self._add_clone)),
-            "Close": ("Show no trial", lambda: setattr(self._picker, "value", _NO_TRIAL)),
-        }
-        buttons = []
-        for name, (about, ask) in asks.items():
-            kind = "na-stop" if name == "Stop" else "na-small-button"
-            button = widgets.make(ipywidgets.Button, description=name, tooltip=about, classes=kind)
-            button.on_click(lambda _, ask=ask: ask())
-            buttons.append(button)
-        stop_all, self._stop, self._hasten, cloned, close = buttons
+        about = "Start no further trial, and stop those that run"
+        stop_all = widgets.button("Stop", about, stop, "na-stop")
+        self._stop, self._hasten, cloned, close = (
+            widgets.button(name, about, ask)
+            for name, about, ask in (
+                ("Stop trial", "Stop this trial at its next batch", lambda: act(Trial.end)),
+                ("Next", "Let this trial have the next free devices", lambda: act(Trial.hasten)),
+                (
+                    "Clone",
+                    "Add a trial with the changes typed before",
+                    lambda: act(self._add_clone),
+                ),
+                ("Close", "Show no trial", lambda: setattr(self._picker, "value", _NO_TRIAL)),
+            )
+        )
         self._picker.observe(self._on_pick, names="value")
-        for widget in (self._picker, self._changes, *buttons):
-            self.clicks.let_through(widget)
         parts = [self._about, self._stop, self._hasten, self._changes, cloned, close]
         self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar na-trial-bar")
         self._parts = (
