@@ -5,9 +5,9 @@
     python -m docs.screenshots --all OUT    those to look at after a change of what is drawn
 
 The second ones are of runs with 1, 2, 8 and 64 ranks, of one that hangs, of one in the background
-that displays things, of the form for settings, of the doctor and of charts of runs
-(``--only form hang`` of some): each in both themes, in windows of three widths, while it goes on
-and when it has ended.
+that displays things, of one with knobs, of a sweep, of charts of runs, of the form for settings and
+of the doctor (``--only form hang`` of some): each in both themes, in windows of three widths, while
+it goes on and when it has ended.
 """
 
 from __future__ import annotations
@@ -354,6 +354,53 @@ def take_plots(lab: Lab, browser: Browser, out: Path) -> None:
     page.close()
 
 
+def take_sweep(lab: Lab, browser: Browser, out: Path) -> None:
+    """The panel of a sweep with a trial opened, its summary, and the table of runs with it."""
+    launch = "s = sweep(train, space, metric='loss', concurrent=2, devices='cpu')"
+    setup = "from notebook_accel import runs, sweep"
+    page = _open(lab, browser, "trials", TRIALS, launch, "runs()", setup=setup)
+    rows = page.output(2).locator(".na-trials tr")
+    rows.filter(has_text="succeeded").nth(1).wait_for(timeout=120_000)
+    rows.filter(has_text="running").first.click()
+    page.output(2).get_by_role("button", name="Save now").wait_for(timeout=60_000)
+    _picture(page, out, "sweep")
+    _wait_for_end(page)
+    _picture(page, out, "sweep-ended")
+    page.output(3).locator("summary").first.click()
+    _picture(page, out, "board", cell=3)
+    page.close()
+
+
+KNOBS = """
+def train(end):
+    import pathlib, time
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    rate = accelerator.knob("lr", 3e-4, low=1e-6, high=1e-2, log=True)
+    kind = accelerator.knob("schedule", "cosine", choices=["cosine", "linear"])
+    step = 0
+    while not pathlib.Path(end).exists() and not accelerator.should_stop:
+        accelerator.log({"loss": 1 / (1 + step * rate.value)}, step)
+        step += 1
+        time.sleep(0.05)
+"""
+
+
+def take_knobs(lab: Lab, browser: Browser, out: Path) -> None:
+    """The panel of a run with knobs, one of which was changed, and paused."""
+    end = lab.folder / "knobs-end"
+    launch = f"run = notebook_launcher(train, ({str(end)!r},), num_processes=2, block=False)"
+    page = _open(lab, browser, "knobs", KNOBS, launch, "run.set(lr=1e-3)")
+    page.output(2).get_by_role("button", name="Pause").click()
+    page.output(2).get_by_role("button", name="Go on").wait_for(timeout=60_000)
+    _picture(page, out, "knobs")
+    page.output(2).get_by_role("button", name="Go on").click()
+    end.touch()
+    _wait_for_end(page)
+    _picture(page, out, "knobs-ended")
+    page.close()
+
+
 SCENES: dict[str, Callable[[Lab, Browser, Path], None]] = {
     **{f"{number}-ranks": partial(take_training, number=number) for number in (1, 2, 8, 64)},
     "hang": take_hang,
@@ -362,6 +409,8 @@ SCENES: dict[str, Callable[[Lab, Browser, Path], None]] = {
     "form": take_form,
     "doctor": take_doctor,
     "plots": take_plots,
+    "sweep": take_sweep,
+    "knobs": take_knobs,
 }
 
 
@@ -379,15 +428,15 @@ def _wait_for_end(page: Notebook) -> None:
     page.output(2).locator("button").first.wait_for(state="detached", timeout=60_000)
 
 
-def _picture(page: Notebook, out: Path, name: str) -> None:
-    """The outputs of the last cell, in each width and theme."""
+def _picture(page: Notebook, out: Path, name: str, cell: int = 2) -> None:
+    """The outputs of a cell, in each width and theme."""
     for theme in THEMES:
         page.set_theme(theme)
         for width in WIDTHS:
             page.page.set_viewport_size({"width": width, "height": HEIGHT})
             # Until the page has laid itself out.
             page.page.wait_for_timeout(500)
-            page.output(2).screenshot(path=out / f"{name}-{width}-{theme}.png")
+            page.output(cell).screenshot(path=out / f"{name}-{width}-{theme}.png")
 
 
 def main() -> None:
