@@ -11,7 +11,6 @@ optimizer in one step, ``prepare`` calls neither ``prepare_model`` nor ``prepare
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -46,7 +45,8 @@ from notebook_accel.training.preparing.plan import (
     resolve_project,
 )
 from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
-from notebook_accel.training.processes import ProcessInfo, devices
+from notebook_accel.training.processes import ProcessInfo
+from notebook_accel.training.processes.device_memory import release_memory
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import (
@@ -454,11 +454,7 @@ class Accelerator(ProcessInfo):
         self._prepared.clear()
         self._strategy.forget()
         self._accumulation.reset()
-        given = len(objects)
-        del objects
-        gc.collect()
-        devices.empty_cache(self.device)
-        return [None] * given
+        return release_memory(*objects)
 
     clear = free_memory
 
@@ -1177,7 +1173,7 @@ class Accelerator(ProcessInfo):
             >>> folder = accelerator.save_state(tempfile.mkdtemp())
             saves 1 model
         """
-        return self._checkpoints.add_save_hook(hook)
+        return _add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a function that runs on every rank before ``load_state`` reads weights.
@@ -1193,7 +1189,7 @@ class Accelerator(ProcessInfo):
             >>> handle = accelerator.register_load_state_pre_hook(lambda models, folder: None)
             >>> handle.remove()
         """
-        return self._checkpoints.add_load_hook(hook)
+        return _add_hook(self._checkpoints.load_hooks, hook)
 
     # ---- what a person sees ---------------------------------------------------------------------
 
@@ -1827,3 +1823,9 @@ class Accelerator(ProcessInfo):
             "an Accelerator cannot be pickled: its process group, device and trackers are its "
             "process's. Make one in the process that needs it"
         )
+
+
+def _add_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

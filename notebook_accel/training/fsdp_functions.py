@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.files.pieces import Piece, complete, write_one_by_one
-from notebook_accel.training.files.state_files import read_state, write_state
+from notebook_accel.training.files.pieces import Piece, complete, state_file, write_one_by_one
+from notebook_accel.training.files.state_files import read_state
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
     OPTIMIZER_NAME,
@@ -73,15 +73,13 @@ def save_fsdp_model(
     if adapter_only and _is_of_peft(own):
         trained = {name for name, weight in own.named_parameters() if weight.requires_grad}
         state = {name: value for name, value in state.items() if name in trained}
-    folder = _made(output_dir)
     if fsdp_plugin.saves_shards:
         from notebook_accel.training.files import sharded
 
-        _remove(accelerator, folder / f"{FSDP_MODEL_NAME}_{model_index}")
-        _write_parts(accelerator, sharded.model_piece(state, model_index), folder)
-    elif accelerator.is_main_process:
-        write_state(state, folder / numbered(FSDP_MODEL_NAME, model_index, ".bin"), "the model")
-    accelerator.wait_for_everyone()
+        piece = sharded.model_piece(state, model_index)
+    else:
+        piece = state_file(state, numbered(FSDP_MODEL_NAME, model_index, ".bin"), "the model")
+    _write(fsdp_plugin, accelerator, piece, Path(output_dir), f"{FSDP_MODEL_NAME}_{model_index}")
 
 
 def load_fsdp_model(
@@ -151,19 +149,16 @@ def save_fsdp_optimizer(
         optimizer_index: the optimizer's number in the names of files.
         use_dcp: accepted for Accelerate's signature, without effect.
     """
-    own, folder = inner_optimizer(optimizer), _made(output_dir)
+    own = inner_optimizer(optimizer)
     if fsdp_plugin.saves_shards:
         from notebook_accel.training.files import sharded
 
-        _remove(accelerator, folder / f"{OPTIMIZER_NAME}_{optimizer_index}")
-        names = sharded.names_of([_inner(model)])
-        _write_parts(accelerator, sharded.optimizer_piece(own, names, optimizer_index), folder)
+        piece = sharded.optimizer_piece(own, sharded.names_of([_inner(model)]), optimizer_index)
     else:
         state = accelerator._strategy.optimizer_state(own, keeps=accelerator.is_main_process)
-        if accelerator.is_main_process:
-            path = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
-            write_state(state, path, type(own).__name__)
-    accelerator.wait_for_everyone()
+        name = numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
+        piece = state_file(state, name, type(own).__name__)
+    _write(fsdp_plugin, accelerator, piece, Path(output_dir), f"{OPTIMIZER_NAME}_{optimizer_index}")
 
 
 def load_fsdp_optimizer(
@@ -219,12 +214,6 @@ def _is_of_peft(model: Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def _made(folder: Path_) -> Path:
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def _folder_of(folder: Path, parts: str) -> Path:
     """Return the folder in which the folder named ``parts`` lies.
 
@@ -233,18 +222,22 @@ def _folder_of(folder: Path, parts: str) -> Path:
     return folder.parent if folder.name == parts else folder
 
 
-def _remove(accelerator: Accelerator, parts: Path) -> None:
-    """Delete the folder of an earlier save, so that none of its files mix with the new ones.
-
-    Rank 0 deletes, and all ranks have to call it: they wait until it is done.
-    """
-    if accelerator.is_main_process:
-        shutil.rmtree(parts, ignore_errors=True)
-    accelerator.wait_for_everyone()
-
-
-def _write_parts(accelerator: Accelerator, piece: Piece, folder: Path) -> None:
-    pieces, results = write_one_by_one([piece], folder)
+def _write(
+    plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    piece: Piece,
+    folder: Path,
+    parts: str,
+) -> None:
+    """Write a piece into a folder: on all ranks if it is in parts, else on rank 0 alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = [piece] if plugin.saves_shards or accelerator.is_main_process else []
+    if plugin.saves_shards:  # no file of an earlier save may mix with the new ones
+        if accelerator.is_main_process:
+            shutil.rmtree(folder / parts, ignore_errors=True)
+        accelerator.wait_for_everyone()
+    written, results = write_one_by_one(pieces, folder)
     everywhere = gather_object([results])
     if accelerator.is_main_process:
-        complete(pieces, everywhere)
+        complete(written, everywhere)
+    accelerator.wait_for_everyone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 
 import torch
 from torch.nn import Module
@@ -72,12 +71,7 @@ class LocalSGD:
             self._stack.enter_context(self.accelerator.no_sync(self.model))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stack.close()
         # After an exception the other ranks may not come to an average.
         if self.enabled and kind is None:

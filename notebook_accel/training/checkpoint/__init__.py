@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.rank.this_rank import current
@@ -96,20 +95,6 @@ class Checkpoints:
                 "methods state_dict and load_state_dict"
             )
         self.custom.extend(objects)
-
-    def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Register ``hook(models, weights, folder)``, to be called before weights are written.
-
-        Every rank calls the hook. Returns a handle, whose method ``remove`` removes the hook.
-        """
-        return _add_hook(self.save_hooks, hook)
-
-    def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Register ``hook(models, folder)``, to be called before weights are read.
-
-        Every rank calls the hook. Returns a handle, whose method ``remove`` removes the hook.
-        """
-        return _add_hook(self.load_hooks, hook)
 
     def save(
         self,
@@ -221,11 +206,6 @@ class Checkpoints:
                     from_any_rank=True,
                 )
 
-    def _wait_for_all(self) -> None:
-        """Also for other Accelerators' saves: one may be writing still what is to be read."""
-        for wait in (*current().before_return.values(), self.wait):
-            wait()
-
     def _end_background_save(self) -> None:
         pending, self._background_save = self._background_save, None
         if pending is not None:
@@ -277,7 +257,9 @@ class Checkpoints:
             RuntimeError: the checkpoint has states of more registered objects than are registered
                 now, or does not fit the model.
         """
-        self._wait_for_all()
+        # Other Accelerators' saves, too: one may still be writing what is to be read.
+        for wait in (*current().before_return.values(), self.wait):
+            wait()
         asked = self.numbering.newest() if input_dir is None else resolved(input_dir)
         folder = complete_version(asked)
         if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:
@@ -546,14 +528,6 @@ class Checkpoints:
             )
         else:
             self._plan.strategy.load_optimizer_state(optimizer, _read(path, options))
-
-
-def _add_hook(
-    hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]
-) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 def _read(path: Path, options: dict[str, Any]) -> Any:

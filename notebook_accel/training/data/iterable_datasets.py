@@ -15,14 +15,13 @@ run in a worker process, which sends nothing but samples. So the counts travel w
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.data.samplers import RoundBatch, fill_up, length_or_none, share_of
+from notebook_accel.training.data.samplers import RoundBatch, length_or_none, own_parts, share_of
 from notebook_accel.training.stepping.active_loaders import ShortRound
 
 
@@ -138,23 +137,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         return whole * share + len(range(rest)[self._own_part])
 
     def __iter__(self) -> Iterator[Any]:
-        samples, size, own = iter(self.dataset), self._samples_a_round, self._own_part
-        round_ = [*itertools.islice(samples, size)]
-        # The first round that is read. Kept only where it may be needed: a sample can be large.
-        fills = self.even_batches and not self.drop_last
-        first_round = round_ if fills else []
-        while len(round_) == size:
-            yield from round_[own]
-            round_ = [*itertools.islice(samples, size)]
-        if not round_ or self.drop_last:
-            return
-        filled = fill_up(round_, first_round, size) if fills else round_
-        batch = filled[own]
-        if not self.marks_last_round:
-            yield from batch
-            return
-        batch_size = None if self.batch_size is None else len(batch)
-        num_samples = -1 if self.batch_size is None else len(round_)
-        short_round = ShortRound(num_samples, batch_size, len(round_[own]))
-        for sample in batch:
-            yield _ShortRoundSample(sample, short_round)
+        size, own, fills = self._samples_a_round, self._own_part, self.even_batches
+        parts = own_parts(iter(self.dataset), size, own, fills=fills, drops=self.drop_last)
+        for part, short in parts:
+            if short is None or not self.marks_last_round:
+                yield from part
+                continue
+            # Of batches that the dataset has made, the size is unknown.
+            is_known = self.batch_size is not None
+            marked = short if is_known else ShortRound(-1, None, short.num_own_samples)
+            yield from (_ShortRoundSample(sample, marked) for sample in part)

@@ -495,7 +495,8 @@ class PreparedLoader(LoaderWrapper):
         """Return what each batch goes through before the loop gets it; None if nothing."""
         device, non_blocking = self._options.device, self._options.non_blocking
         move: Callable[[Any], Any] | None = None
-        if device is not None and not devices.is_only_device(device):
+        is_only_device = device == _HOST and not torch.accelerator.is_available()
+        if device is not None and not is_only_device:
             to_device = partial(send_to_device, device=device, non_blocking=non_blocking)
             mark = devices.batch_boundary(device)
             move = to_device if mark is None else lambda batch: (mark(), to_device(batch))[1]

@@ -72,6 +72,28 @@ def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
     return round_ + list(itertools.islice(itertools.cycle(first_round), size - len(round_)))
 
 
+def own_parts(
+    samples: Iterator[Any], size: int, own: slice, *, fills: bool, drops: bool
+) -> Iterator[tuple[list[Any], ShortRound | None]]:
+    """Yield a rank's part of each round of ``size`` samples, and the counts of a short last one.
+
+    While a rank has its part, no sample of the next round is read.
+
+    Args:
+        fills: fill up a short last round with samples of the first one that is read.
+        drops: leave it out.
+    """
+    round_ = [*itertools.islice(samples, size)]
+    # Kept only where it may be needed: a sample can be large.
+    first_round = round_ if fills and not drops else []
+    while len(round_) == size:
+        yield round_[own], None
+        round_ = [*itertools.islice(samples, size)]
+    if round_ and not drops:
+        part = (fill_up(round_, first_round, size) if fills else round_)[own]
+        yield part, ShortRound(len(round_), len(part), len(round_[own]))
+
+
 def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
     """Return the number of samples that each rank gets per step."""
     if not split_batches:
@@ -224,17 +246,12 @@ class BatchSamplerShard(BatchSampler):
         size, own = self._samples_a_round, self._own_part
         # The samples come from the sampler itself: what its batch sampler skips is skipped here.
         samples = itertools.islice(self.sampler, self._num_skipped, None)
-        first_round = round_ = [*itertools.islice(samples, size)]
-        while len(round_) == size:
-            yield round_[own]
-            round_ = [*itertools.islice(samples, size)]
-        if not round_ or self.drop_last:
-            return
-        batch = (fill_up(round_, first_round, size) if self.even_batches else round_)[own]
-        # Before the yield: the loader asks for it while the loop has the batch.
-        found.last_round = ShortRound(len(round_), len(batch), len(round_[own]))
-        if batch:
-            yield batch
+        drops = self.drop_last
+        for batch, short in own_parts(samples, size, own, fills=self.even_batches, drops=drops):
+            # Before the yield: the loader asks for it while the loop has the batch.
+            found.last_round = short
+            if batch:
+                yield batch
 
     def _share_batches(self, found: ShardPass) -> Iterator[Any]:
         """Give the batches of a user's own batch sampler to the ranks in turn, each whole."""

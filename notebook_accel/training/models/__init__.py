@@ -126,6 +126,25 @@ def weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (weight for group in optimizer.param_groups for weight in group["params"])
 
 
+def joined_state_dict(
+    model: Module, join: Callable[[str, Any], Any], *, keeps: bool
+) -> dict[str, Any]:
+    """Return a state dict of joined values; empty if not ``keeps``.
+
+    All ranks join the same values, one after the other, whether they keep them or not. So whole
+    weights lie side by side only where they are kept.
+    """
+    joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
+    whole: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in joined:
+            made = join(name, value)
+            joined[id(value)] = made if keeps else None
+        if keeps:
+            whole[name] = joined[id(value)]
+    return whole
+
+
 def uncompiled(module: Module) -> Module:
     """Return the module inside the wrapper of ``torch.compile``; without a wrapper, ``module``."""
     return of_torch.original_module(module)

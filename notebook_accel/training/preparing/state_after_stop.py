@@ -286,13 +286,12 @@ def _in_pieces(values: Any) -> Any:
     """Return nested ``values`` with a :class:`TensorPiece` in place of each ``DTensor``."""
     from torch.distributed.tensor import DTensor
 
-    return recursively_apply(_piece, values, test_type=lambda value: isinstance(value, DTensor))
+    def piece(spread: Any) -> TensorPiece:
+        # As torch's distributed checkpoints ask: one chunk a rank.
+        (chunk,) = spread.__create_chunk_list__()
+        return TensorPiece(spread.detach().to_local(), tuple(chunk.offsets), tuple(spread.shape))
 
-
-def _piece(spread: Any) -> TensorPiece:
-    # As torch's distributed checkpoints ask: one chunk a rank.
-    (chunk,) = spread.__create_chunk_list__()
-    return TensorPiece(spread.detach().to_local(), tuple(chunk.offsets), tuple(spread.shape))
+    return recursively_apply(piece, values, test_type=lambda value: isinstance(value, DTensor))
 
 
 def _whole_model(

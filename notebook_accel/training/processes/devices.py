@@ -31,21 +31,6 @@ from notebook_accel.training.settings.handlers import DistributedType
 _PCI = Path("/sys/bus/pci/devices")
 _log = logging.getLogger(__name__)
 
-_DISTRIBUTED_TYPES = {
-    "cpu": DistributedType.MULTI_CPU,
-    "cuda": DistributedType.MULTI_GPU,
-    "xpu": DistributedType.MULTI_XPU,
-    "npu": DistributedType.MULTI_NPU,
-    "mlu": DistributedType.MULTI_MLU,
-    "sdaa": DistributedType.MULTI_SDAA,
-    "musa": DistributedType.MULTI_MUSA,
-    "hpu": DistributedType.MULTI_HPU,
-    "neuron": DistributedType.MULTI_NEURON,
-    "tpu": DistributedType.MULTI_TPU,
-    "xla": DistributedType.XLA,
-}
-# What a rank alone is called, where that is not DistributedType.NO.
-_LONE_TYPES = {"xla": DistributedType.XLA}
 # Kinds that torch does not know: a module in this folder has what torch's own have for others.
 _DRIVERS = {"xla": "notebook_accel.training.xla.xla_processes"}
 HOST = torch.device("cpu")
@@ -218,14 +203,12 @@ def with_host(backend: str, device: torch.device) -> str:
 
 def distributed_type(device: torch.device, num_processes: int) -> DistributedType:
     """Return the ``DistributedType`` of ``num_processes`` ranks on devices of this type."""
+    if device.type in _DRIVERS:
+        return DistributedType[device.type.upper()]
     if num_processes == 1:
-        return _LONE_TYPES.get(device.type, DistributedType.NO)
-    return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
-
-
-def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
-    """Return the ``device_ids`` argument of DDP; None for a device without an index."""
-    return None if device.index is None else [device]
+        return DistributedType.NO
+    types = DistributedType.__members__
+    return types.get(f"MULTI_{device.type.upper()}", DistributedType.MULTI_GPU)
 
 
 def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
@@ -237,11 +220,6 @@ def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
 def is_host(device: torch.device) -> bool:
     """Return whether a device is the CPU."""
     return device.type == "cpu"
-
-
-def is_only_device(device: torch.device) -> bool:
-    """Return whether the device is the CPU, and torch finds no accelerator."""
-    return is_host(device) and not torch.accelerator.is_available()
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:

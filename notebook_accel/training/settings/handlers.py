@@ -245,22 +245,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-            kinds.FP16: default_hooks.fp16_compress_hook,
-            kinds.BF16: default_hooks.bf16_compress_hook,
-            kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-        }
-        wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-            kinds.FP16: default_hooks.fp16_compress_wrapper,
-            kinds.BF16: default_hooks.bf16_compress_wrapper,
-        }
-        hook = hooks[self.comm_hook]
-        if self.comm_wrapper in wrappers:
-            hook = wrappers[self.comm_wrapper](hook)
-        state = None
+        state: Any = None
         if self.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
+            hook: Any = powerSGD_hook.powerSGD_hook
+            if self.comm_hook == kinds.BATCHED_POWER_SGD:
+                hook = powerSGD_hook.batched_powerSGD_hook
             state = powerSGD_hook.PowerSGDState(process_group=None, **self.comm_state_option)
+        else:
+            hook = getattr(default_hooks, f"{self.comm_hook}_compress_hook")
+        if self.comm_wrapper != kinds.NO:
+            hook = getattr(default_hooks, f"{self.comm_wrapper}_compress_wrapper")(hook)
         model.register_comm_hook(state, hook)
 
 

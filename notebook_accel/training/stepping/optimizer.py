@@ -205,10 +205,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self._has_stepped = False
                 result, found = self.scaling.step(self.optimizer, closure)
                 self._note_overflow(found)
-            elif closure is None:
-                result = self.optimizer.step()
             else:
-                result = self.optimizer.step(closure)
+                result = self.optimizer.step(*(() if closure is None else (closure,)))
         finally:
             self._accumulation.is_stepping = False
         timer.end_step()

@@ -116,14 +116,12 @@ class AcceleratedScheduler:
             # a window may be open.
             if self._accumulation.sync_gradients or not self._accumulation.inside:
                 self.scheduler.step(*args, **kwargs)
-        elif self._accumulation.sync_gradients and not self._was_skipped:
-            self._move(*args, **kwargs)
-
-    @property
-    def _was_skipped(self) -> bool:
         # Of a fused optimizer in fp16 only the device knows, so that the host waits for it here:
         # torch's schedulers compute their rates on the host.
-        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+        elif self._accumulation.sync_gradients and not any(
+            optimizer.step_was_skipped for optimizer in self.optimizers
+        ):
+            self._move(*args, **kwargs)
 
     def _move(self, *args: Any, **kwargs: Any) -> None:
         total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises beyond its end

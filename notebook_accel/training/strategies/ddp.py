@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.models import weights_of
-from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.renewal import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
@@ -48,7 +47,8 @@ class DDPStrategy(TakesSpreadModels):
                 _THAW_HOOKS[given.model] = model.register_forward_pre_hook(_warn_if_thawed)
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
-        device_ids = None if given.device is None else devices.wrapper_device_ids(given.device)
+        has_index = given.device is not None and given.device.index is not None
+        device_ids = [given.device] if has_index else None
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **options.to_kwargs())
         options.register_comm_hook(wrapped)
         # True for torch, which writes a bool there in each forward, `model.forward(...)` included:

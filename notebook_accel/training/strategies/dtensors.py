@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import reduce
 from notebook_accel.training.collectives.nested import recursively_apply
-from notebook_accel.training.models import weights_of
+from notebook_accel.training.models import joined_state_dict, weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling
 
 
@@ -42,18 +42,12 @@ def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
 
 def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False) -> dict[str, Any]:
     """Return a state dict of full tensors, empty where not ``keeps``; all ranks call it."""
-    joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
-    whole: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in joined:
-            # One after the other, so that whole weights lie side by side only where they are
-            # kept; and all ranks join the same ones, whether they keep them or not.
-            made = make_whole(value, keeps=keeps, to_cpu=to_cpu)
-            made = made.detach() if torch.is_tensor(made) else made
-            joined[id(value)] = made if keeps else None
-        if keeps:
-            whole[name] = joined[id(value)]
-    return whole
+
+    def join(_: str, value: Any) -> Any:
+        made = make_whole(value, keeps=keeps, to_cpu=to_cpu)
+        return made.detach() if torch.is_tensor(made) else made
+
+    return joined_state_dict(model, join, keeps=keeps)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -117,10 +117,7 @@ class PipelineParallel(MeshParallel):
         weights of all stages, and their order is kept. An optimizer that was made after ``prepare``
         has this rank's weights alone: then the keys of all ranks are joined and sorted.
         """
-        mine = [
-            [self._key_of(weight, number, index) for index, weight in enumerate(group)]
-            for number, group in enumerate(groups)
-        ]
+        mine = self._keys_of(groups)
         of_stages: list[list[list[_Key]]] = collectives.gather_object([mine], group=self._group)
         if all(keys == mine for keys in of_stages):
             return mine
@@ -229,7 +226,7 @@ class PipelineParallel(MeshParallel):
 
     def _own_state(self, optimizer: Optimizer) -> dict[_Key, Any]:
         """Return the optimizer states of this rank's weights, by the keys of the weights."""
-        keys = self._own_keys(optimizer)
+        keys = [*chain(*self._keys_of(_weights_of(optimizer)))]
         return {keys[index]: state for index, state in optimizer.state_dict()["state"].items()}
 
     def _numbered(self, optimizer: Optimizer, by_key: Mapping[_Key, Any]) -> dict[str, Any]:
@@ -257,15 +254,14 @@ class PipelineParallel(MeshParallel):
             {**settings, "params": own["params"]}
             for settings, own in zip(state["param_groups"], local["param_groups"], strict=True)
         ]
-        own_states = map(by_key.get, self._own_keys(optimizer))
+        own_states = map(by_key.get, chain(*self._keys_of(_weights_of(optimizer))))
         found = {index: values for index, values in enumerate(own_states) if values is not None}
         super().load_optimizer_state(optimizer, {**state, "state": found, "param_groups": groups})
 
-    def _own_keys(self, optimizer: Optimizer) -> list[_Key]:
+    def _keys_of(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[_Key]]:
         return [
-            self._key_of(weight, number, index)
-            for number, group in enumerate(_weights_of(optimizer))
-            for index, weight in enumerate(group)
+            [self._key_of(weight, number, index) for index, weight in enumerate(group)]
+            for number, group in enumerate(groups)
         ]
 
     def _key_of(self, weight: torch.Tensor, group: int, index: int) -> _Key:

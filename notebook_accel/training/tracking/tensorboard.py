@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from notebook_accel.training.tracking.tracker import (
@@ -88,10 +87,9 @@ class TensorBoardTracker(LibraryTracker):
                 self._run.add_scalars(name, value, global_step=step, **kwargs)
             elif isinstance(value, (int, float)):
                 self._run.add_scalar(name, value, global_step=step, **kwargs)
-            elif isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
-                self._run.add_text(name, str(value.tolist()), global_step=step, **kwargs)
             else:
-                self._run.add_text(name, str(value), global_step=step, **kwargs)
+                text = str(value.tolist() if hasattr(value, "tolist") else value)
+                self._run.add_text(name, text, global_step=step, **kwargs)
         self._run.flush()
 
     @on_main_process

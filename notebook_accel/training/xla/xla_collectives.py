@@ -42,8 +42,13 @@ class XlaExchange(Exchange):
         self.local_rank = int(xr.local_ordinal())
         self.local_size = int(xr.local_process_count() * xr.addressable_runtime_device_count())
         self.device: torch.device = torch_xla.device()
-        # Made while every rank is here: whoever uses it waits for nobody.
-        self._store = self._new_store() if self.size > 1 else None
+        self._store: Any = None
+        if self.size > 1:
+            # Made while every rank is here, and learns its port: whoever uses it waits for nobody.
+            listener = socket.create_server((_LOOPBACK, 0)) if self.rank == 0 else None
+            (port, *_) = self.gather_object(listener and listener.getsockname()[1])
+            at = StorePort(_LOOPBACK, port, listener)
+            self._store = store_of_next_group(self.rank, _STORE_TIMEOUT, at)
 
     def gather(self, leaf: torch.Tensor) -> torch.Tensor:
         gathered = self._xm.all_gather(_countable(self._sent(leaf)), dim=0)
@@ -75,13 +80,6 @@ class XlaExchange(Exchange):
     def store(self) -> Any:
         assert self._store is not None, "a rank alone leaves no notes"
         return self._store
-
-    def _new_store(self) -> Any:
-        """Return a key-value store that rank 0 serves; all ranks call it, to learn its port."""
-        listener = socket.create_server((_LOOPBACK, 0)) if self.rank == 0 else None
-        (port, *_) = self.gather_object(listener and listener.getsockname()[1])
-        at = StorePort(_LOOPBACK, port, listener)
-        return store_of_next_group(self.rank, _STORE_TIMEOUT, at)
 
     def barrier(self) -> None:
         self.reduce(torch.zeros(1), "sum")  # on the host: it is waited for

@@ -25,6 +25,7 @@ from notebook_accel.private import of_deepspeed
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.files.pieces import Piece
+from notebook_accel.training.models import joined_state_dict
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
@@ -233,18 +234,12 @@ class DeepSpeedZero(Strategy):
         if not full:
             return model.state_dict()
         keeps &= not self.is_in_parts(model) or self.topology.local_process_index == 0
-        joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
-        whole: dict[str, Any] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in joined:
-                # All ranks join the same weights, one after the other, whether they keep them.
-                made = _whole(value)
-                if torch.is_tensor(made):
-                    made = made.to(self._dtypes.get(name, made.dtype))
-                joined[id(value)] = made if keeps else None
-            if keeps:
-                whole[name] = joined[id(value)]
-        return whole
+
+        def join(name: str, value: Any) -> Any:
+            made = _whole(value)
+            return made.to(self._dtypes.get(name, made.dtype)) if torch.is_tensor(made) else made
+
+        return joined_state_dict(model, join, keeps=keeps)
 
     def is_in_parts(self, model: Module) -> bool:
         return any(hasattr(weight, "ds_id") for weight in model.parameters())
