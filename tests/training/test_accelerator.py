@@ -516,3 +516,12 @@ def test_everything_is_put_on_the_gpu_unless_told_not_to() -> None:
     stays = Accelerator(device_placement=False)
     loader, model, *_ = stays.prepare(*parts())
     assert next(model.parameters()).device.type == next(iter(loader)).device.type == "cpu"
+
+
+def test_a_knob_keeps_its_type_and_range() -> None:
+    accelerator = Accelerator(cpu=True)
+    knob = accelerator.knob("rate", 0.1, low=0.0)
+    assert accelerator.knob("rate", 0.2, low=0.0) is knob
+    for default, low in (("fast", None), (1, 0.0), (0.1, None)):
+        with pytest.raises(ConfigError, match="made before with another type"):
+            accelerator.knob("rate", default, low=low)

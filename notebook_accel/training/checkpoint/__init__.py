@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.checkpoint.background import BackgroundSave, HostCopies
+from notebook_accel.training.checkpoint.background import BackgroundSave, host_copies
 from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
     NUMBERED,
@@ -76,7 +76,6 @@ class Checkpoints:
         self._plan = preparation.plan
         self._project = project
         self.numbering = Numbering(project)
-        self._copies = HostCopies()
         self._background_save: BackgroundSave | None = None
         self._unsettled: list[RankZeroSave] = []  # on ranks that do not publish
         self._began: Start | None = None  # where the launch's resume= had this training go on
@@ -132,7 +131,7 @@ class Checkpoints:
                 finish(*write_one_by_one(pieces, save.staged))
             else:
                 collected = list(pieces)
-                states = self._copies.copy([piece.state for piece in collected])
+                states = host_copies([piece.state for piece in collected])
                 taken = [one.with_state(own) for one, own in zip(collected, states, strict=True)]
                 for piece in taken:
                     piece.prepare(save.staged)

@@ -71,44 +71,30 @@ class BackgroundSave:
             ) from self._error
 
 
-class HostCopies:
-    """Copies states to the host, into pinned memory that is used again: pinning is slow."""
+def host_copies(state: Any) -> Any:
+    """Return a copy of nested ``state`` on the host; tensors that shared memory share it there.
 
-    def __init__(self) -> None:
-        self._buffers: list[torch.UntypedStorage] = []
-        self._copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    Where there is an accelerator, its memory is pinned; torch keeps that for the next copy.
+    """
+    pins = torch.accelerator.is_available()
+    storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
-    def copy(self, state: Any) -> Any:
-        """Return a copy on the host; the next call overwrites it, so write it to disk before."""
-        self._copied = {}
-        tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
-        known: dict[int, Any] = {id(tensor): self._tensor(tensor) for tensor in tensors}
-        if tensors and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return copy.deepcopy(state, known)
-
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+    def copy_of(value: torch.Tensor) -> torch.Tensor:
         loaded = sys.modules.get("torch.distributed.tensor")
         if loaded is not None and isinstance(value, loaded.DTensor):
             # Not from_local: it would put the part back on the mesh's device.
-            return of_torch.at_other_device(value, self._tensor(value.to_local()))
-        value = value.detach()
-        new = torch.empty(0, dtype=value.dtype, device="cpu")
-        return new.set_(self._storage(value), value.storage_offset(), value.shape, value.stride())
-
-    def _storage(self, value: torch.Tensor) -> torch.UntypedStorage:
-        source = value.untyped_storage()
+            return of_torch.at_other_device(value, copy_of(value.to_local()))
+        value, source = value.detach(), value.untyped_storage()
         key = value.device, source.data_ptr()
-        if key not in self._copied:
-            self._copied[key] = self._buffer(len(self._copied), source.nbytes())
-            self._copied[key].copy_(source, non_blocking=True)
-        return self._copied[key]
+        if key not in storages:
+            room = torch.empty(source.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pins)
+            storages[key] = room.untyped_storage()
+            storages[key].copy_(source, non_blocking=True)
+        new = torch.empty(0, dtype=value.dtype, device="cpu")
+        return new.set_(storages[key], value.storage_offset(), value.shape, value.stride())
 
-    def _buffer(self, index: int, size: int) -> torch.UntypedStorage:
-        if index < len(self._buffers) and self._buffers[index].nbytes() == size:
-            return self._buffers[index]
-        pinned = torch.accelerator.is_available()
-        made = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        if pinned:
-            self._buffers[index : index + 1] = [made.untyped_storage()]
-        return made.untyped_storage()
+    tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
+    known: dict[int, Any] = {id(tensor): copy_of(tensor) for tensor in tensors}
+    if tensors and pins:
+        torch.accelerator.synchronize()
+    return copy.deepcopy(state, known)

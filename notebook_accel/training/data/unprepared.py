@@ -1,8 +1,8 @@
 """Warns where all ranks train on the same batches, since a loader was not prepared.
 
 Each rank writes a short digest of a loader's first batch into the ranks' store, and compares it
-with another rank's later on: at the loader's second pass, or at its hundredth batch. So a loader
-whose data is split in any other way is left alone, and no rank waits for another.
+with another rank's later on: at the loader's next pass, or at the hundredth batch of one. So a
+loader whose data is split in any other way is left alone, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -43,73 +43,55 @@ def watch_loaders(group: DataGroup, trains: Callable[[], bool]) -> None:
         here: Any = inspect.currentframe()
         caller = here.f_back
         is_ours = str(caller.f_globals.get("__name__")).startswith("notebook_accel.")
-        return batches if watch is None or is_ours else _Pass(batches, watch.loader(loader, caller))
+        if watch is None or is_ours:
+            return batches
+        return _Pass(batches, watch, _name_of(loader, caller))
 
     DataLoader.__iter__ = watched  # type: ignore[method-assign]
-
-
-@dataclass
-class _Loader:
-    watch: _Watch
-    name: str
-    num_passes: int = 0
-    num_batches: int = 0
-    digest: str = ""
-
-    def note(self, batch: Any, *, is_first: bool) -> None:
-        self.num_batches += 1
-        # Not where an iterator is made: tqdm makes one that it never reads.
-        self.num_passes += is_first
-        is_time = (is_first and self.num_passes == 2) or self.num_batches == _NUM_BATCHES
-        if self.num_batches == 1:
-            with suppress(Exception):  # of the batch's classes, or of a store that has gone
-                self.digest = _digest(batch)
-                exchange().store().set(self._key(self.watch.group.index), self.digest)
-        elif is_time and torch.is_grad_enabled() and self.watch.trains():
-            with suppress(Exception):
-                self._compare()
-
-    def _key(self, index: int) -> str:
-        return f"first batch of {self.name} in call {current().call}, share {index}"
-
-    def _compare(self) -> None:
-        size, store = self.watch.group.size, exchange().store()
-        other = self._key((self.watch.group.index + 1) % size)
-        if self.digest and store.check([other]) and store.get(other) == self.digest.encode():
-            notice_once(
-                f"unprepared {self.name}",
-                f"{self.name} was not prepared: the ranks train on the same batches, {size} times "
-                f"each. Write {self.name} = accelerator.prepare({self.name})",
-            )
 
 
 @dataclass
 class _Watch:
     group: DataGroup
     trains: Callable[[], bool]
-    loaders: dict[str, _Loader] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of first batches, by the loader's name: some code makes its loader anew for each epoch."""
 
-    def loader(self, loader: DataLoader[Any], frame: FrameType) -> _Loader:
-        # By name: some code makes its loader anew for each epoch.
-        name = _name_of(loader, frame)
-        return self.loaders.setdefault(name, _Loader(self, name))
+    def look(self, name: str, batch: Any) -> None:
+        key, size = f"first batch of {name} in call {current().call}, share ", self.group.size
+        store = exchange().store()
+        if name not in self.digests:
+            self.digests[name] = _digest(batch)
+            store.set(f"{key}{self.group.index}", self.digests[name])
+        elif torch.is_grad_enabled() and self.trains():
+            other = f"{key}{(self.group.index + 1) % size}"
+            if store.check([other]) and store.get(other) == self.digests[name].encode():
+                notice_once(
+                    f"unprepared {name}",
+                    f"{name} was not prepared: the ranks train on the same batches, {size} times "
+                    f"each. Write {name} = accelerator.prepare({name})",
+                )
 
 
 class _Pass:
     """The iterator of a loader, which counts its batches."""
 
-    def __init__(self, batches: Iterator[Any], loader: _Loader) -> None:
+    def __init__(self, batches: Iterator[Any], watch: _Watch, name: str) -> None:
         self._batches = batches
-        self._loader = loader
-        self._is_first = True
+        self._watch = watch
+        self._name = name
+        self._num_batches = 0
 
     def __iter__(self) -> _Pass:
         return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self._loader.note(batch, is_first=self._is_first)
-        self._is_first = False
+        self._num_batches += 1
+        # Not where an iterator is made: tqdm makes one that it never reads.
+        if self._num_batches in (1, _NUM_BATCHES):
+            with suppress(Exception):  # of the batch's classes, or of a store that has gone
+                self._watch.look(self._name, batch)
         return batch
 
     def __len__(self) -> int:

@@ -22,7 +22,8 @@ import pickle
 import sys
 import types
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,21 +89,17 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
             the file is damaged.
     """
     given = dict(options or {})
+    plain = {name: value for name, value in given.items() if name == "weights_only"}
     try:
-        return _read(path, given)
-    except _UnknownNameError as error:
-        raise NotebookAccelError(
-            f"{path} names {error}, which is not read, since a file that names it could run any "
-            'code. If you trust the file: load_state(..., load_kwargs={"weights_only": False})'
-        ) from error
-    except (FileNotFoundError, PermissionError, MemoryError):
-        raise
-    except Exception as error:
-        plain = {name: value for name, value in given.items() if name == "weights_only"}
+        with _reading(path, 'load_state(..., load_kwargs={"weights_only": False})'):
+            return _read(path, given)
+    except NotebookAccelError as error:
         if plain == given:
-            raise NotebookAccelError(explain(path, error)) from error
+            raise
         read_state(path, plain)  # raises where the options are not what is wrong
-        raise ConfigError(f"{path} is whole, and cannot be read with {given}: {error}") from error
+        raise ConfigError(
+            f"{path} is whole, and cannot be read with {given}: {error.__cause__}"
+        ) from error
 
 
 def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
@@ -114,13 +111,22 @@ def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
         FileNotFoundError, PermissionError, MemoryError: as raised by Python; they do not mean that
             the file is damaged.
     """
+    with (
+        _reading(path, "torch.serialization.add_safe_globals([...]) with that"),
+        path.open("rb") as file,
+    ):
+        return _SafeUnpickler(file, names=names).load()
+
+
+@contextmanager
+def _reading(path: Path, way: str) -> Iterator[None]:
+    """Run a block that reads a file; errors name the file, and ``way``, by which to trust it."""
     try:
-        with path.open("rb") as file:
-            return _SafeUnpickler(file, names=names).load()
+        yield
     except _UnknownNameError as error:
         raise NotebookAccelError(
             f"{path} names {error}, which is not read, since a file that names it could run any "
-            "code. If you trust the file: torch.serialization.add_safe_globals([...]) with that"
+            f"code. If you trust the file: {way}"
         ) from error
     except (FileNotFoundError, PermissionError, MemoryError):
         raise

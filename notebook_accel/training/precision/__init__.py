@@ -30,8 +30,6 @@ class Precision:
     """Whether a model gets layers of another class, which need to be whole."""
     recipe: AORecipeKwargs | None = None
     """How layers are converted; None where they are not."""
-    is_on = True
-    """Whether operations are cast to it at all; the user may turn that off (``native_amp``)."""
 
     def __init__(
         self,
@@ -57,8 +55,6 @@ class Precision:
         Args:
             options: settings of ``torch.autocast``; None takes those of the ``Accelerator``.
         """
-        if not self.is_on:
-            return nullcontext()
         return autocast_to(self.name, self.device_type, options or self.options)
 
     def wrap(self, model: torch.nn.Module) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from notebook_accel import wire
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.knob_limits import checked
@@ -27,10 +25,6 @@ class Knob:
         self.value = made.value
         self._made = made
         self._on_change = on_change
-
-    def is_made_by(self, made: wire.KnobMade) -> bool:
-        """Whether it has the type, range and choices of ``made``."""
-        return _range(self._made) == _range(made) and type(self._made.value) is type(made.value)
 
     def take(self, value: object) -> None:
         """Take a new value, at a common step of all ranks."""
@@ -64,8 +58,8 @@ class Knob:
         return f"<Knob {self.name}={self.value!r}>"
 
 
-def _range(made: wire.KnobMade) -> tuple[Any, ...]:
-    return made.low, made.high, made.log, made.choices
+def _kind(made: wire.KnobMade) -> tuple[Any, ...]:
+    return type(made.value), made.low, made.high, made.log, made.choices
 
 
 def make_knob(
@@ -96,7 +90,7 @@ def make_knob(
             known.accept(context.knobs[name])
         if context.rank == 0:
             known.report()
-    elif not known.is_made_by(msgspec.structs.replace(made, value=known.value)):
+    elif _kind(known._made) != _kind(made):
         raise ConfigError(
             f"knob({name!r}): it was made before with another type, range or choices; take another "
             "name for another knob"
