@@ -96,7 +96,7 @@ class RunTable(list[T]):
         return [*groups.values()]
 
     def _columns(self, runs: Sequence[tuple[str, Run]]) -> list[tuple[_Title, list[str]]]:
-        """Return titles and cells; columns that are empty for all runs are left out."""
+        """Return titles and cells; columns that say nothing new are left out."""
         logged = dict.fromkeys(name for _, run in runs for name in last_values(run.state))
         names = list(logged if self._names is None else self._names)
         if self._sort is not None:
@@ -113,7 +113,9 @@ class RunTable(list[T]):
         head += map(_Title, ("started", "notebook", "id"))
         rows = [_facts(label, run, modes) for label, run in runs]
         columns = zip(head, *rows, strict=True)
-        return [(title, cells) for title, *cells in columns if any(cells)]
+        said = [(title, cells) for title, *cells in columns if any(cells)]
+        # Trials of a sweep are called by their arguments.
+        return said[:1] + [column for column in said[1:] if column[1] != said[0][1]]
 
     def __repr__(self) -> str:
         if not self._runs:
