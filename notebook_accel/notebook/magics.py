@@ -95,6 +95,12 @@ def _options(parser: ArgumentParser) -> list[str]:
     return [text for text in spelled if "_" not in text]
 
 
+# Each is a method of the magics.
+_COMMANDS = (
+    *("start", "stop", "restart", "status", "pull", "push"),
+    *("logs", "stacks", "config", "doctor", "debug"),
+)
+_WITHOUT_ARGUMENTS = ("stop", "status", "doctor")
 # One rank, or the first and the last of several; a digit too many in a range would take all memory.
 _RANKS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
@@ -135,15 +141,14 @@ class CellSyntaxError(Exception):
         return self._lines
 
 
-_NUM_PROCESSES = argument(
-    "-n", "--num-processes", "--num_processes", type=int, help="number of ranks (processes)"
-)
-_MIXED_PRECISION = argument(
-    "--mixed-precision",
-    "--mixed_precision",
-    metavar="PRECISION",
-    help='"no", "bf16", "fp16" or "fp8", for every Accelerator that does not say its own',
-)
+def _setting(name: str, *short: str, **how: Any) -> Any:
+    """Return the option of a setting, with the setting's own text."""
+    about = settings_of(LaunchConfig)[name].about.replace("``", "")
+    return argument(*short, f"--{name.replace('_', '-')}", f"--{name}", help=about, **how)
+
+
+_NUM_PROCESSES = _setting("num_processes", "-n", type=int)
+_MIXED_PRECISION = _setting("mixed_precision", metavar="PRECISION")
 _CONFIG = argument("--config", metavar="FILE", help="YAML file with the session's settings")
 
 
@@ -310,7 +315,7 @@ class AccelerateMagics(Magics):
             )
         if name in _WITHOUT_ARGUMENTS and arguments:
             raise UsageError(f"%accelerate {line}: expected %accelerate {name}, with nothing more")
-        _COMMANDS[name](self, arguments)
+        getattr(self, f"_{name}")(arguments)
 
     def _start(self, arguments: Sequence[str]) -> None:
         options = _start_options.parser.parse_args(arguments)
@@ -403,23 +408,7 @@ def _pull_options() -> None:
     """Declare the options of ``%accelerate pull``; decorators add ``parser``."""
 
 
-_COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
-    "start": AccelerateMagics._start,
-    "stop": AccelerateMagics._stop,
-    "restart": AccelerateMagics._restart,
-    "status": AccelerateMagics._status,
-    "pull": AccelerateMagics._pull,
-    "push": AccelerateMagics._push,
-    "logs": AccelerateMagics._logs,
-    "stacks": AccelerateMagics._stacks,
-    "config": AccelerateMagics._config,
-    "doctor": AccelerateMagics._doctor,
-    "debug": AccelerateMagics._debug,
-}
-_WITHOUT_ARGUMENTS = ("stop", "status", "doctor")
-
-
-# Of the commands that have options: what parses them.
+# By command, those that have any.
 _OPTIONS_OF = {
     "start": _start_options.parser,
     "restart": _start_options.parser,
