@@ -28,7 +28,9 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.snapshot import (
+from notebook_accel.render.charts import COLOURS, HOVER_STYLE, sparkline
+from notebook_accel.render.markup import element
+from notebook_accel.render.snapshot import (
     FONT,
     MAX_PLOTS,
     MUTED,
@@ -37,8 +39,6 @@ from notebook_accel.notebook.snapshot import (
     draw_metrics,
     render_snapshot,
 )
-from notebook_accel.render.charts import COLOURS, HOVER_STYLE, sparkline
-from notebook_accel.render.markup import element
 
 _DRAW_SECONDS = 1.0
 # Of a curve that is a cell of a table; runs whose curves are kept for that once they have ended.

@@ -17,8 +17,8 @@ from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
-from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim
 from notebook_accel.render.panel import Details
+from notebook_accel.render.snapshot import Snapshot, render_line, render_slim
 
 # A page keeps up with 20 KB five times a second; 200 KB ten times a second came seconds late.
 _DRAW_SECONDS = 0.2

@@ -32,9 +32,9 @@ from notebook_accel.notebook.controls import Controls
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.metrics_view import MetricsView
-from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
-from notebook_accel.notebook.snapshot import Snapshot
+from notebook_accel.notebook.rank_displays import seconds_to_wait
 from notebook_accel.notebook.widgets import PanelWidgets
+from notebook_accel.render.displays import first_asked, render_displays
 from notebook_accel.render.markup import copyable, element, file_link, style_element
 from notebook_accel.render.panel import (
     AskedStacks,
@@ -46,6 +46,7 @@ from notebook_accel.render.panel import (
     render_warnings,
     stacks_of_hang,
 )
+from notebook_accel.render.snapshot import Snapshot
 
 _STOP_TOOLTIP = (
     "Stop all ranks at the same step. What is being trained is kept (last_run().rescued), or what "

@@ -28,7 +28,7 @@ from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.plain import LineReader
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.ansi_colours import ansi_to_markup
+from notebook_accel.render.ansi_colours import lines_to_markup
 from notebook_accel.render.markup import element, join, shorten
 
 _Timed = tuple[int | None, str]
@@ -162,17 +162,14 @@ class LogWindow:
             lines += [(rank, second, text) for rank, (second, text) in self._open_lines.items()]
         groups = [element("div", "…", class_="na-gap")] if block.follows_gap else []
         for (rank, second), group in groupby(lines, key=itemgetter(0, 1)):
-            # All at once: a colour goes on in the next line, until the program ends it.
-            text = ansi_to_markup("\n".join(_cut(line) for _, _, line in group))
-            # A parser drops a newline right after the tag, so an empty first line needs one more.
-            text = Markup("\n") + text if text.startswith("\n") else text
+            text = lines_to_markup(_cut(line) for _, _, line in group)
             has_label = rank is not None and len(self._readers) > 1
             label = element("span", str(rank), class_="na-tag", title=f"rank {rank}")
             groups.append(
                 element(
                     "div",
                     label if has_label else "",
-                    element("pre", text),
+                    text,
                     class_="na-lines" if rank is not None else "na-lines na-gap",
                     # Drawn by the style sheet, so that it is not copied with the text.
                     data_time=second and time.strftime("%H:%M:%S", time.localtime(second)),

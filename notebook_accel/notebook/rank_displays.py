@@ -1,9 +1,9 @@
-"""What ranks display (figures, HTML and the like): as outputs of a cell, or as one piece of HTML.
+"""What ranks display (figures, HTML and the like), as outputs of a cell.
 
     the cell waits for the run   each display is an output of its own     RankDisplays
     run.show()                   the same, in the cell that calls it      RankDisplays
     run.show(rank)               the same, with displays of that rank     show_displays
-    the cell does not wait       HTML in the panel, then in the summary   render_displays
+    the cell does not wait       HTML in the panel, then in the summary   render/displays.py
     a cell's last expression     the value of each rank, equal ones once  show_values
 
 Ranks mostly display the same. So only the displays of the first rank that runs the call are shown;
@@ -12,29 +12,22 @@ Ranks mostly display the same. So only the displays of the first rank that runs 
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from markupsafe import Markup
-
-from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import Display, RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.worker.shown_value import ShownValue
-from notebook_accel.render.markup import element, join, message_bytes
+from notebook_accel.render.displays import LABEL_STYLE, first_asked
+from notebook_accel.render.markup import element
 
 T = TypeVar("T")
-# Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is
-# more than 3 MB in 3 seconds.
-_MAX_BYTES = 700_000
 # What is sent again each time that some of it changed: so many characters a second, since a Jupyter
 # server drops messages beyond 1 MB a second, and at most once a second.
 _PER_SECOND = 300_000
 _REPLACE_SECONDS = 1.0
-_LABEL = "opacity:.65;font-size:13px;padding:0 7px"
 
 
 class RankDisplays:
@@ -92,46 +85,6 @@ def show_displays(state: RunState, rank: int) -> None:
         _say(f"rank {rank} displayed nothing")
 
 
-def render_displays(state: RunState) -> Markup:
-    """For a run whose cell has ended, to whose outputs nothing can be added; "" for no displays."""
-    rank = first_asked(state)
-    shown: list[Markup] = []
-    room = _MAX_BYTES
-    for display in reversed(rank.displays):
-        html = element("div", _as_html(display.data), style="margin:4px 0;overflow-x:auto")
-        room -= message_bytes(html)
-        if room < 0:
-            break
-        shown.insert(0, html)
-    lines = [f"rank {rank.rank}"] if state.world_size > 1 and rank.displays else []
-    num_hidden = rank.num_displays - rank.num_cleared - len(shown)
-    if num_hidden:
-        lines.append(f"{num_hidden:,} more not shown here")
-    if len(shown) < len(rank.displays):
-        show = f"{run_list.expression(state.run)}.show({rank.rank})"
-        lines[-1] += f": {show} shows the newest {len(rank.displays)}"
-    return join([*(element("div", line, style=_LABEL) for line in lines), *shown])
-
-
-def other_displays(state: RunState) -> str:
-    """Return a line that names the ranks that displayed other things than shown; "" for none."""
-    shown = _contents(first_asked(state))
-    others = [rank.rank for rank in state.ranks if _contents(rank) not in ([], shown)]
-    if not others:
-        return ""
-    show = f"{run_list.expression(state.run)}.show({others[0]})"
-    return f"what {wording.rank_list(others)} displayed: {show}"
-
-
-def first_asked(state: RunState) -> RankState:
-    """Return the rank whose displays are shown; a call may be for some ranks only (``--ranks``)."""
-    return next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
-
-
-def _contents(rank: RankState) -> list[dict[str, str]]:
-    return [display.data for display in rank.displays]
-
-
 def _show(
     display: Display, state: RunState, rank: RankState, slots: list[DisplaySlot] | None = None
 ) -> list[DisplaySlot]:
@@ -147,26 +100,8 @@ def _show(
 
 
 def _say(text: str, slot: DisplaySlot | None = None) -> None:
-    html = element("span", text, style=_LABEL)
+    html = element("span", text, style=LABEL_STYLE)
     (slot or DisplaySlot()).show({"text/html": str(html), "text/plain": text})
-
-
-def _as_html(data: Mapping[str, str]) -> Markup:
-    """Return its own HTML, or else its image (base64 but for SVG), or else its text."""
-    if "text/html" in data:
-        # The person's own, as an output of an ordinary cell would hold it.
-        return Markup(data["text/html"])
-    for mime, content in data.items():
-        if mime.startswith("image/"):
-            # SVG comes as text, other images in base64.
-            encoded = content
-            if mime == "image/svg+xml":
-                encoded = base64.b64encode(content.encode(errors="replace")).decode()
-            alt = data.get("text/plain", "")[:200]
-            source = f"data:{mime};base64,{encoded}"
-            return element("img", alt=alt, src=source, style="max-width:100%")
-    written = (data[mime] for mime in ("text/markdown", "text/latex", "text/plain") if mime in data)
-    return element("pre", next(written, ""))
 
 
 _PLAIN = "text/plain"

@@ -26,12 +26,12 @@ from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.comparison import Charts, best_of, curves_of
-from notebook_accel.notebook.snapshot import COLOURS
 from notebook_accel.notebook.sweeps.sweep import attach_sweep
 from notebook_accel.notebook.sweeps.trial import in_a_line
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.render import charts
 from notebook_accel.render.markup import element
+from notebook_accel.render.snapshot import COLOURS
 from notebook_accel.text_values import shown
 
 T = TypeVar("T")

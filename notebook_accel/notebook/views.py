@@ -19,7 +19,7 @@ from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
-from notebook_accel.notebook.snapshot import render_line, render_slim
+from notebook_accel.render.snapshot import render_line, render_slim
 from notebook_accel.text_values import shown
 
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.

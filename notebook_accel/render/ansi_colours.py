@@ -8,7 +8,7 @@ colours of a terminal, bold, dim, italic and underline are kept; all other seque
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
@@ -71,3 +71,10 @@ def _change(style: dict[str, str | None], codes: Sequence[int]) -> None:
             return
         else:
             style.update(_CODES.get(code, {}))
+
+
+def lines_to_markup(lines: Iterable[str], style: str | None = None) -> Markup:
+    """Return lines as one ``<pre>``: a colour goes on in the next line, until it is ended."""
+    text = ansi_to_markup("\n".join(lines))
+    # A parser drops a newline right after the tag, so an empty first line needs one more.
+    return element("pre", Markup("\n") + text if text.startswith("\n") else text, style=style)

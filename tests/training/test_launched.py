@@ -21,7 +21,7 @@ from notebook_accel import (
 )
 from notebook_accel.launch.view.progress import progress_text
 from notebook_accel.launch.view.summary import summary_lines
-from notebook_accel.notebook.snapshot import render_snapshot
+from notebook_accel.render.snapshot import render_snapshot
 
 OF_TRAINING = ("torch.", "notebook_accel.")
 

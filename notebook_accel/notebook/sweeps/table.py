@@ -12,10 +12,10 @@ from notebook_accel.launch.control.plotting import Point
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed
-from notebook_accel.notebook.snapshot import COLOURS
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.charts import render_together, saved_chart, sparkline
 from notebook_accel.render.markup import element, join, message_bytes, shorten
+from notebook_accel.render.snapshot import COLOURS
 
 # Rows and columns of arguments that are shown; characters of a cell, and of an error.
 _MAX_ROWS = 200

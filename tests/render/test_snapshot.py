@@ -11,8 +11,8 @@ from notebook_accel import wire
 from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.run_state import RESCUED, Failure
 from notebook_accel.launch.control.verdict import judge
-from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
 from notebook_accel.render.markup import message_bytes
+from notebook_accel.render.snapshot import MAX_BYTES, render_slim, render_snapshot
 from tests.notebook.states import after, logged, metrics, running, succeeded, with_failed
 from tests.render.test_markup import HOSTILE, Tags
 

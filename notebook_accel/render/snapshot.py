@@ -24,10 +24,10 @@ from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.launch.view.step_times import step_lines
-from notebook_accel.notebook.rank_displays import other_displays, render_displays
 from notebook_accel.render import charts
-from notebook_accel.render.ansi_colours import ansi_to_markup
+from notebook_accel.render.ansi_colours import ansi_to_markup, lines_to_markup
 from notebook_accel.render.charts import ORIGINAL
+from notebook_accel.render.displays import other_displays, render_displays
 from notebook_accel.render.markup import copy_button, element, join, message_bytes, shorten
 from notebook_accel.render.panel import (
     AskedStacks,
@@ -440,15 +440,10 @@ def _block(
     if earlier:
         # True of the fold while it is closed, and of the open one.
         title += f", {len(earlier)} earlier ones in this fold"
-        head = element("details", element("summary", title, style=FONT), _pre(earlier, style))
-    return join([head, _pre(lines, style)])
-
-
-def _pre(lines: Sequence[str], style: str) -> Markup:
-    # All at once: a colour goes on in the next line, until the program ends it.
-    text = ansi_to_markup("\n".join(lines))
-    # A parser drops a newline right after the tag, so an empty first line needs one more.
-    return element("pre", Markup("\n") + text if text.startswith("\n") else text, style=style)
+        head = element(
+            "details", element("summary", title, style=FONT), lines_to_markup(earlier, style)
+        )
+    return join([head, lines_to_markup(lines, style)])
 
 
 def _output_text(state: RunState) -> list[str]:
