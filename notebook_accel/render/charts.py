@@ -2,7 +2,7 @@
 
     a curve --> _draw --> render_charts   the live panel: HTML around an inline SVG
                      +--> saved_chart     a saved notebook: two images
-    curves of several runs, of which one or all are in colour --> render_together, saved_chart
+    curves of several runs, of which one or all are in colour --> saved_chart, live ones too
 
 The SVG of a curve stretches with the page, so axis labels stand outside of it, where they keep
 their size. A saved notebook gets images: its sanitisers drop inline SVG and CSS variables but keep
@@ -402,45 +402,23 @@ def _card(
     hover = [element("i", element("span", text)) for text in texts]
     hover += _marks(curve, drawn)
     steps = f"{drawn.first:.0f} {drawn.last:.0f}"
-    plot = _plot(drawn, element("div", *hover, class_="na-stripes", data_steps=steps), note)
-    return element("div", head, plot, class_="na-chart")
-
-
-def _plot(drawn: _Drawn, hover: Markup, note: Markup) -> Markup:
     ends = " to ".join(reversed([*drawn.labels.values()]))
-    steps = element(
-        "div",
-        element("span", wording.count(round(drawn.first))),
-        note,
-        element("span", f"step {wording.count(round(drawn.last))}"),
-        class_="na-chart-steps",
-    )
-    return element(
+    plot = element(
         "div",
         drawn.box(role="img", aria_label=f"from {ends}" if ends else "no value is finite"),
         *(element("span", text, class_=f"na-tick-{at}") for at, text in drawn.labels.items()),
-        steps,
-        hover,
+        element(
+            "div",
+            element("span", wording.count(round(drawn.first))),
+            note,
+            element("span", f"step {wording.count(round(drawn.last))}"),
+            class_="na-chart-steps",
+        ),
+        element("div", *hover, class_="na-stripes", data_steps=steps),
         class_="na-plot",
         style=f"--left:{drawn.left}px" if drawn.left > _LEFT else None,
     )
-
-
-def render_together(title: str, curves: Mapping[str, Sequence[Point]]) -> Markup:
-    """Return one live chart of the same metric of several runs, the first of them in colour.
-
-    Args:
-        title: what stands above the chart.
-        curves: points, at least one, by what a run is called on hover.
-    """
-    curves = dict(islice(curves.items(), _MAX_TOGETHER))
-    points, *others = curves.values()
-    drawn = _draw(points, others=others)
-    texts = _texts(curves, drawn, *_GRID)
-    cells = [element("i", element("span", text) if text else "") for text in texts]
-    grid = element("div", *cells, class_="na-stripes na-grid", style=f"--columns:{_GRID[0]}")
-    head = element("div", element("span", title, class_="na-name"), class_="na-chart-head")
-    return element("div", head, _plot(drawn, grid, Markup("")), class_="na-chart na-together")
+    return element("div", head, plot, class_="na-chart")
 
 
 def sparkline(points: Sequence[Point], width: int = 10) -> str:

@@ -13,7 +13,7 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.sweeps.trial import Trial
-from notebook_accel.render.charts import render_together, saved_chart, sparkline
+from notebook_accel.render.charts import HOVER_STYLE, saved_chart, sparkline
 from notebook_accel.render.markup import element, join, message_bytes, shorten
 from notebook_accel.render.snapshot import COLOURS
 
@@ -102,10 +102,10 @@ def render_live(
     hidden = len(trials) - len(found)
     notes = [*([f"{hidden} more trials are in the list above"] if hidden else []), *notes]
     curves = _curves(trials)
-    chart = render_together(_title(curves, metric), curves) if curves else ""
+    chart = _chart(curves, metric, is_live=True) if curves else Markup("")
     return element(
         "div",
-        element("div", chart, class_="na-charts") if curves else "",
+        element("div", HOVER_STYLE, chart, class_="na-together") if curves else "",
         element("div", table, class_="na-trials") if found else "",
         *(element("div", shorten(note, 400), class_="na-muted na-fold") for note in notes),
         class_="na",
@@ -124,8 +124,10 @@ def _called(trial: Trial) -> str:
     return shorten(f"trial {trial.number} ({wording.arguments((), trial.arguments)})", 60)
 
 
-def _title(curves: dict[str, Any], metric: str | None) -> str:
-    return f"{shorten(metric or '', 60)} · in colour: {next(iter(curves))}"
+def _chart(curves: dict[str, Any], metric: str | None, *, is_live: bool = False) -> Markup:
+    words = f"{shorten(metric or '', 60)} · in colour: {next(iter(curves))}"
+    title = element("div", words, style="opacity:.65;margin-top:6px")
+    return join([title, saved_chart(curves, alt=words, is_live=is_live)])
 
 
 def as_bundle(
@@ -144,9 +146,7 @@ def as_bundle(
     table = element("table", _head(head, _CELL), element("tbody", *found), style="margin:0")
     parts: list[Markup | str] = [element("b", title)]
     if curves := _curves(trials):
-        words = _title(curves, metric)
-        chart = saved_chart(curves, alt=words)
-        parts += [element("div", words, style="opacity:.65;margin-top:6px"), chart]
+        parts.append(_chart(curves, metric))
     parts += [element("div", table, style=_SCROLLS)] if body else []
     parts += [element("div", note) for note in notes]
     frame = element("div", join(parts), style="max-width:1000px")
