@@ -83,7 +83,7 @@ def test_the_line_of_a_session_says_for_which_import_it_waits(
     notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
     notebook.run(
         "%load_ext notebook_accel\n"
-        "from notebook_accel.notebook.session import StartingLine\n"
+        "from notebook_accel.notebook.kernel_session import StartingLine\n"
         "said, show = [], StartingLine._show\n"
         "StartingLine._show = lambda line, text: (said.append(text), show(line, text))"
     )
