@@ -241,7 +241,8 @@ def notebook_launcher(
             origin=resume.id if isinstance(resume, Run) else "",
             run_id=run_id,
             trial=trial,
-            new_view=partial(choose_view, view),
+            # That of a form has one place.
+            new_view=partial(choose_view, view if isinstance(view, str) else "auto"),
         )
         if ranks is not None:
             return ranks.call(request)
@@ -270,22 +271,9 @@ def launch_below(
     Raises:
         ConfigError, LaunchError: as a launch; also by :func:`check_leaves_notebook_free`.
     """
-    end_held_launch()
-    chosen, notices = resolve({}, config)
-    check_leaves_notebook_free(chosen)
-    steps, lost = read_setup(get_ipython())
-    request = LaunchRequest(
-        function=function,
-        args=args,
-        kwargs=kwargs,
-        config=chosen,
-        view=dashboard_in(find_kernel(), waits=False, slot=slot),
-        sources=cell_sources(get_ipython()),
-        setup=steps,
-        block=False,
-        notices=(*notices, *_unused({}, chosen), *lost),
-    )
-    return launch(request)
+    check_leaves_notebook_free(resolve({}, config)[0])
+    view: Any = dashboard_in(find_kernel(), waits=False, slot=slot)
+    return notebook_launcher(function, args, kwargs=kwargs, config=config, block=False, view=view)
 
 
 def check_leaves_notebook_free(config: LaunchConfig) -> None:

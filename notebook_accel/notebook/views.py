@@ -177,8 +177,13 @@ def dashboard_in(
     return kind(way, waits=waits, is_cell=is_cell, slot=slot)
 
 
-def choose_view(name: str, *, waits: bool = True, is_cell: bool = False) -> View:
-    """Make the view for this kernel or terminal; ConfigError if it cannot be shown here."""
-    if not isinstance(name, str) or name not in VIEWS:
-        raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")
-    return VIEWS[name](clicks.find_kernel(), waits, is_cell)
+def choose_view(view: str | View, *, waits: bool = True, is_cell: bool = False) -> View:
+    """Make the view for this kernel or terminal; ConfigError if it cannot be shown here.
+
+    ``view`` is one of :data:`VIEWS`, or a view that is made already.
+    """
+    if isinstance(view, View):
+        return view
+    if not isinstance(view, str) or view not in VIEWS:
+        raise ConfigError(f"view={shown(view)}: expected one of {', '.join(map(repr, VIEWS))}")
+    return VIEWS[view](clicks.find_kernel(), waits, is_cell)

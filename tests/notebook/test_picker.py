@@ -413,6 +413,7 @@ def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch: pytest.Monke
         by_click, by_code = given[-2:]
         assert by_click.config == by_code.config
         assert by_click.notices == by_code.notices
+        assert type(by_click.new_view(waits=True)) is type(by_code.new_view(waits=True))
         assert by_click.config.seed == 6
         assert by_click.config.num_processes == 2
         assert by_click.config.debug
