@@ -34,7 +34,7 @@ from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
-from notebook_accel.training.files.weights import save_object
+from notebook_accel.training.files.weights import save_model, save_object
 from notebook_accel.training.models.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (
@@ -971,13 +971,10 @@ class Accelerator(ProcessInfo):
             >>> os.listdir(folder)
             ['model.safetensors']
         """
-        self._checkpoints.save_model(
-            lambda: self._whole_weights(model, keeps=self._writes),
-            Path(save_directory),
-            max_shard_size,
-            safe=safe_serialization,
-            writes=self._writes,
-        )
+        if self._checkpoints.begin_model() or self._writes:
+            weights = self._whole_weights(model, keeps=self._writes)
+        if self._writes:
+            save_model(weights, Path(save_directory), max_shard_size, safe=safe_serialization)
 
     @property
     def _writes(self) -> bool:

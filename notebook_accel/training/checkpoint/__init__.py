@@ -51,7 +51,6 @@ from notebook_accel.training.files.weights import (
     SCALER_NAME,
     load_weights,
     numbered,
-    save_model,
     save_weights,
     with_ties,
 )
@@ -210,32 +209,13 @@ class Checkpoints:
         if pending is not None:
             pending.wait()
 
-    def save_model(
-        self,
-        collect: Callable[[], dict[str, Any]],
-        folder: Path,
-        max_shard_size: float | str,
-        *,
-        safe: bool,
-        writes: bool,
-    ) -> None:
-        """Write the weights of one model; all ranks call it if the model is spread over them.
-
-        If it is not spread, a rank that writes may call it alone.
-
-        Args:
-            max_shard_size: largest size of a file, in bytes or as text such as "10GB".
-            safe: the file format: safetensors if True, torch's files if False.
-        """
+    def begin_model(self) -> bool:
+        """Wait for saves under way, and for all ranks if models are spread; return whether so."""
         self.wait()
-        needs_all = self._needs_all
-        if needs_all:
+        if self._needs_all:
             # A rank that is alone here waits, and is named, before it begins a collective.
             JointSave("save_model()", self._plan.topology).meet()
-        if writes or needs_all:
-            weights = collect()
-        if writes:
-            save_model(weights, folder, max_shard_size, safe=safe)
+        return self._needs_all
 
     def load(
         self,

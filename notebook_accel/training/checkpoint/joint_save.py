@@ -104,11 +104,7 @@ class JointSave:
             if not Path(staged).exists() and self._each_machine:
                 self.folder = StagedFolder.of(Path(final))
             elif not Path(staged).exists():
-                raise NotebookAccelError(
-                    f"{staged}, which rank 0 has made, is not seen on the machine of rank "
-                    f"{self._own}: save to a disk that all machines share, or set "
-                    "ProjectConfiguration(save_on_each_node=True), with which each has all of it"
-                )
+                raise unseen(f"{staged}, which rank 0 has made,", f"rank {self._own}")
         if self.folder is not None:
             final, staged = str(self.folder.final), str(self.folder.path)
         if self._own != leader:
@@ -194,3 +190,11 @@ def slices(seconds: float) -> Iterator[float]:
 def describe(error: BaseException) -> str:
     """Return an error as one line of text."""
     return f"{type(error).__name__}: {error}"
+
+
+def unseen(what: object, where: str) -> NotebookAccelError:
+    """Return the error of a machine that lacks a file of another one."""
+    return NotebookAccelError(
+        f"{what} is not seen on the machine of {where}: save to a disk that all machines share, or "
+        "set ProjectConfiguration(save_on_each_node=True), with which each has all of it"
+    )

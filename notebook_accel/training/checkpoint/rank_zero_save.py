@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint.folders import Numbering, is_ours
-from notebook_accel.training.checkpoint.joint_save import describe, slices
+from notebook_accel.training.checkpoint.joint_save import describe, slices, unseen
 from notebook_accel.training.checkpoint.start import has_save_id, random_states_file
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
@@ -105,7 +105,7 @@ class RankZeroSave:
         complete([results])
         for rank, path in self._came():
             if not path.exists():
-                raise _unseen(path, f"rank 0, and rank {rank} has written it")
+                raise unseen(path, f"rank 0, and rank {rank} has written it")
             add_entries(path, self.staged, lambda _: True)
         awaited = [rank for rank in self._others if self._store.check([f"here/{rank}"])]
         for rank in awaited:
@@ -157,7 +157,7 @@ class RankZeroSave:
             add_entries(self.staged, self.final, self._is_of_this)
         self._folder.discard()
         if self._is_elsewhere and not self.final.exists():
-            raise _unseen(self.final, f"rank {self._own}")
+            raise unseen(self.final, f"rank {self._own}")
         return True
 
     def settle(self) -> bool:
@@ -205,10 +205,3 @@ class RankZeroSave:
 def _final(store: Any) -> Path | None:
     """Return the final path that the rank has chosen that publishes, once it has."""
     return Path(store.get("began").decode()) if store.check(["began"]) else None
-
-
-def _unseen(path: Path, where: str) -> NotebookAccelError:
-    return NotebookAccelError(
-        f"{path} is not seen on the machine of {where}: save to a disk that all machines share, or "
-        "set ProjectConfiguration(save_on_each_node=True), with which each has all of it"
-    )

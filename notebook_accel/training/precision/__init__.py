@@ -18,7 +18,7 @@ from notebook_accel.training.settings.handlers import AutocastKwargs, GradScaler
 class Precision:
     """Full precision, and the base class of the mixed precisions.
 
-    An ``Accelerator`` makes one object by :func:`make_precision`.
+    An ``Accelerator`` makes one object, of a class in ``PRECISIONS``.
 
     Attributes:
         dtype: the type to which autocast casts operations; None for full precision.
@@ -55,7 +55,12 @@ class Precision:
         Args:
             options: settings of ``torch.autocast``; None takes those of the ``Accelerator``.
         """
-        return autocast_to(self.name, self.device_type, options or self.options)
+        if self.dtype is None:
+            return nullcontext()
+        chosen = options or self.options
+        return torch.autocast(
+            self.device_type, self.dtype, chosen.enabled, cache_enabled=chosen.cache_enabled
+        )
 
     def wrap(self, model: torch.nn.Module) -> None:
         """Make the model's forward compute in this precision, in place.
@@ -105,21 +110,9 @@ class Float8(BFloat16):
         super().wrap(model)
 
 
-_PRECISIONS: dict[str, type[Precision]] = {
+PRECISIONS: dict[str, type[Precision]] = {
     kind.name: kind for kind in (Precision, BFloat16, Float16, Float8)
 }
-
-
-def autocast_to(
-    name: str, device_type: str, options: AutocastKwargs
-) -> AbstractContextManager[Any, bool | None]:
-    """Return a context in which operations compute in the precision ``name``, such as "bf16"."""
-    dtype = _PRECISIONS[name].dtype
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(
-        device_type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
-    )
 
 
 def resolve_precision(asked: str | None) -> str:
@@ -131,11 +124,11 @@ def resolve_precision(asked: str | None) -> str:
     """
     given = asked if asked is not None else environment.read("MIXED_PRECISION") or "no"
     name = str(given).lower()
-    if name not in _PRECISIONS:
+    if name not in PRECISIONS:
         source = "argument" if asked is not None else "environment"
         raise ConfigError(
             f"mixed_precision={given!r} (from the {source}): expected one of "
-            f"{', '.join(map(repr, _PRECISIONS))}"
+            f"{', '.join(map(repr, PRECISIONS))}"
         )
     return name
 
@@ -145,14 +138,9 @@ def refuse_divided_layers(name: str) -> None:
 
     It is called if a rank may hold only a part of a layer: for tensor parallelism and DeepSpeed.
     """
-    if _PRECISIONS[name].converts_layers:
+    if PRECISIONS[name].converts_layers:
         raise ConfigError(
             f"mixed_precision={name!r} converts whole linear layers, and was asked for with tensor "
             "parallelism or DeepSpeed, which divide or keep them their own way: use "
             'mixed_precision="bf16", or DDP, FSDP or a pipeline'
         )
-
-
-def make_precision(name: str, device: torch.device, **options: Any) -> Precision:
-    """Return the :class:`Precision` object of the precision with this name, for a device."""
-    return _PRECISIONS[name](device, **options)

@@ -13,8 +13,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.models.compiling import TorchDynamoPlugin, resolve_dynamo
 from notebook_accel.training.precision import (
+    PRECISIONS,
     Precision,
-    make_precision,
     refuse_divided_layers,
     resolve_precision,
 )
@@ -137,8 +137,7 @@ def make_plan(
             f"cpu=True came too late: this rank computes on {found.device}. Make the rank's first "
             "Accelerator (or PartialState) with cpu=True, or launch with devices='cpu'",
         )
-    precision = make_precision(
-        precision_name,
+    precision = PRECISIONS[precision_name](
         found.device,
         autocast=pick_handler(checked, AutocastKwargs),
         scaler=pick_handler(checked, GradScalerKwargs),
