@@ -3,7 +3,8 @@
     LaunchConfig(fsdp={...}) --check--> environment variables --> the plugin in a rank
 
 An ``Accelerator`` without a plugin makes it from these variables, which have Accelerate's names.
-The options are declared in fsdp.py, deepspeed.py and mesh.py, in base classes of the plugins.
+The options are declared in fsdp_options.py, deepspeed_options.py and mesh_options.py, in base
+classes of the plugins.
 """
 
 from __future__ import annotations

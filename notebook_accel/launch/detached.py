@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
@@ -114,7 +115,8 @@ def launch_detached(
             path.append(str(Path(__file__).parents[2]))
             boot = sys.executable, "-c", _BOOT.format(path=path, fd=theirs.fileno())
             subprocess.run(
-                [*boot, "notebook-accel", asked.run_id, asked.name],  # named in lists of processes
+                # By this it is found, and named in lists of processes.
+                [*boot, "notebook-accel", asked.run_id, asked.name],
                 env={**os.environ, "JPY_SESSION_NAME": notebook_file},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -152,6 +154,12 @@ def launch_detached(
             # Nobody gets the handle.
             call.kill()
         return run
+
+
+def has_keeper(run_id: str) -> bool:
+    """Return whether a keeper of this run lives on this machine; it may not have begun the run."""
+    found = psutil.process_iter(["cmdline"])
+    return any(run_id in (process.info["cmdline"] or ()) for process in found)
 
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:

@@ -441,18 +441,30 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
             assert other.run(again).endswith("4 1\n"), "an ended one, too"
 
 
-@pytest.mark.parametrize("place", ["launcher.launch_detached", "detached.AttachedCall"])
+@pytest.mark.parametrize(
+    "dying",
+    [
+        pytest.param("detached.wire.Detach = die", id="its process has no call yet"),
+        pytest.param(
+            "detached.Channel = type('Dying', (detached.Channel,), {'receive': die})",
+            id="its ranks have not begun",
+        ),
+        pytest.param("detached.AttachedCall = die", id="its ranks have begun"),
+    ],
+)
 def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
-    place: str, tmp_path: Path
+    dying: str, tmp_path: Path
 ) -> None:
-    """Before the process is there that keeps the trial, or when the trial's ranks have begun."""
     began = tmp_path / "began"
     with open_notebook() as notebook:
         name = notebook.run(
             f"""
             import os, signal, time
             from notebook_accel import sweep
-            from notebook_accel.launch import detached, launcher
+            from notebook_accel.launch import detached
+
+            def die(*args, **kwargs):
+                os.kill(os.getpid(), signal.SIGKILL)
 
             def train(lr):
                 with open({str(began)!r}, "a") as file:
@@ -466,8 +478,8 @@ def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
             )
             while len(s) < 1:
                 time.sleep(0.01)
-            {place} = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
             print(s.id)
+            {dying}
             """
         ).strip()
         notebook.manager.provisioner.process.wait(SOON)

@@ -10,7 +10,7 @@ when all rank processes have ended; those of a lost agent count as ended.
 
 Agents have no connection to each other, so the pool tells them what they must know of each other:
 the MASTER_PORT of the process group (several_agents.py), that a rank has failed, at which point all
-ranks stop or do another action (actions.py), and that every rank's part of a call has ended.
+ranks stop or do another action (common_actions.py), and that every rank's part of a call has ended.
 """
 
 from __future__ import annotations
@@ -461,7 +461,7 @@ class RankPool:
         """Act on a message of one agent if it concerns the other agents.
 
         ``PortReserved``: send the queued call to the agents without rank 0. ``RankFailed``: forward
-        it to the others. The rest may be an answer about an action (actions.py).
+        it to the others. The rest may be an answer about an action (common_actions.py).
         """
         if isinstance(message, wire.PortReserved):
             # The call goes to the other agents, which had to wait for the port of its ranks.

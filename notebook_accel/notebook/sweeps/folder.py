@@ -19,13 +19,12 @@ from typing import IO, Any, NamedTuple
 import cloudpickle
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch import detached
 from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs_folder
 from notebook_accel.system.own_files import make_folder, own_file
 
 # The newest stay.
 _KEPT_SWEEPS = 50
-# A launch that the killed kernel had begun gets so long until the folder of its run is there.
-_BEGINS_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 
 
@@ -102,13 +101,13 @@ class SweepFolder:
         The kernel may have been killed before it launched the one that it recorded last.
         """
         found = [*self._records()]
-        if found:
-            newest = RunFolder(runs_folder() / found[-1].run)
-            deadline = self._trials.stat().st_mtime + _BEGINS_SECONDS
-            while newest.load() is None:
-                if time.time() > deadline:
-                    return found[:-1]
-                time.sleep(_POLL_SECONDS)
+        while found:
+            is_kept = detached.has_keeper(found[-1].run)  # asked first: it ends with its run
+            if RunFolder(runs_folder() / found[-1].run).load() is not None:
+                break
+            if not is_kept:
+                return found[:-1]
+            time.sleep(_POLL_SECONDS)
         return found
 
     def _records(self) -> Iterator[TrialRecord]:

@@ -20,7 +20,10 @@ class Leases:
     Attributes:
         at_a_time: how many trials fit at a time.
         awaited: the runs that use what a trial waits for; "" while none waits.
+        can_pause: whether a paused trial leaves its place to another one.
     """
+
+    can_pause = True
 
     def __init__(self, config: LaunchConfig, concurrent: int | None) -> None:
         """Count the accelerators.
@@ -70,6 +73,9 @@ class Leases:
 class RayLeases(Leases):
     """The places of a Ray cluster."""
 
+    # A paused trial would keep its place.
+    can_pause = False
+
     def __init__(self, config: LaunchConfig, concurrent: int | None) -> None:
         """Count the places.
 
@@ -90,3 +96,7 @@ class RayLeases(Leases):
         has_room = num_places(self._config)[1] >= self._ranks
         self.awaited = "" if has_room else "others on the Ray cluster"
         return () if has_room else None
+
+
+# By the name of the engine.
+LEASES: dict[str, type[Leases]] = {"auto": Leases, "local": Leases, "ray": RayLeases}

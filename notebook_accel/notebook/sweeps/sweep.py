@@ -39,7 +39,7 @@ from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of, trial_to_launch
 from notebook_accel.notebook.sweeps import table
 from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
-from notebook_accel.notebook.sweeps.leases import Leases, RayLeases
+from notebook_accel.notebook.sweeps.leases import LEASES, Leases
 from notebook_accel.notebook.sweeps.panel import SweepPanel
 from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import Trial, in_a_line
@@ -631,7 +631,7 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
         check(sample)
     choose_view(launch.get("view", "auto"))  # for its check alone
     config, _ = resolve(settings_of(launch), launch.get("config"))
-    leases = (RayLeases if config.engine == "ray" else Leases)(config, asked["concurrent"])
+    leases = LEASES[config.engine](config, asked["concurrent"])
     of_call = {name: launch[name] for name in ("timeout",) if name in launch}
     env = dict(config.env or {})
     if leases.at_a_time > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
@@ -680,9 +680,11 @@ def _check_asked(asked: Mapping[str, Any]) -> None:
         raise ConfigError(f"rounds={rounds} needs metric=: a turn ends at a value of it")
     if as_flag("detach", asked["detach"]) and rounds > 1:
         raise ConfigError(f"detach=True with rounds={rounds}: detached trials cannot be paused")
-    as_choice("engine", engine, ["auto", "local", "ray"])
-    if rounds > 1 and engine == "ray":
-        raise ConfigError(f"engine='ray' with rounds={rounds}: a paused trial would keep its place")
+    leases = LEASES[as_choice("engine", engine, [*LEASES])]
+    if rounds > 1 and not leases.can_pause:
+        raise ConfigError(
+            f"engine={engine!r} with rounds={rounds}: a paused trial would keep its place"
+        )
 
 
 def _check_names(function: Any, names: Iterable[str]) -> None:
