@@ -109,7 +109,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return {name: given[name] for name, value in plain.items() if given[name] != value}
 
 
-def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
+def resolve_dynamo(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
     """Return the settings of ``torch.compile``: arguments of ``Accelerator``, else environment.
 
     Args:
@@ -121,13 +121,7 @@ def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
             f"Accelerator got dynamo_plugin and dynamo_backend={str(backend)!r}: give one of them "
             "(a plugin has the backend among its fields)"
         )
-    if plugin is None:
-        return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
-    if not isinstance(plugin, TorchDynamoPlugin):
-        raise ConfigError(
-            f"dynamo_plugin is a {type(plugin).__name__}: expected a TorchDynamoPlugin"
-        )
-    return plugin
+    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:

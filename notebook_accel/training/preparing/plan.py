@@ -108,6 +108,7 @@ def make_plan(
     """
     checked = _check_handlers(handlers)
     _check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+    _check_type("dynamo_plugin", dynamo, TorchDynamoPlugin)
     if isinstance(rng_types, str):
         raise ConfigError(
             f'rng_types={rng_types!r}: expected a list of names, such as ["torch", "generator"]'

@@ -136,11 +136,6 @@ class ActiveLoaders:
         """The active pass; outside of loops a new ``Position``, of a pass that has not begun."""
         return self.stack[-1] if self.stack else Position()
 
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the active pass has given its final batch; False outside of loops."""
-        return self.stack[-1].end_of_dataloader if self.stack else False
-
     def put_on_top(self, position: Position) -> None:
         """Make a pass the active one; it is called whenever the pass gives a batch."""
         self.drop(position)

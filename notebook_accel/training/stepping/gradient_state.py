@@ -107,7 +107,7 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether :attr:`active_dataloader` has given its final batch; False outside of loops."""
-        return active_loaders().end_of_dataloader
+        return active_loaders().position.end_of_dataloader
 
     @property
     def remainder(self) -> int:

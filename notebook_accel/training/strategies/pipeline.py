@@ -259,15 +259,12 @@ class PipelineParallel(MeshParallel):
         super().load_optimizer_state(optimizer, {**state, "state": found, "param_groups": groups})
 
     def _keys_of(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[_Key]]:
+        # A weight of no prepared model is known by its place in the optimizer.
+        known: Any = self._keys
         return [
-            [self._key_of(weight, number, index) for index, weight in enumerate(group)]
+            [known.get(weight, (math.inf, number, index)) for index, weight in enumerate(group)]
             for number, group in enumerate(groups)
         ]
-
-    def _key_of(self, weight: torch.Tensor, group: int, index: int) -> _Key:
-        """Return the key of a weight; of no prepared model: by its place in the optimizer."""
-        position = (math.inf, group, index)
-        return self._keys.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
 
     def _join(self, own: dict[Any, Any]) -> dict[Any, Any]:
         """Join the dictionaries of all stages; the last rank's value of a key is taken."""
