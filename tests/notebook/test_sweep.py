@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -446,6 +447,8 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
     [
         pytest.param("detached.wire.Detach = die", id="its process has no call yet"),
         pytest.param(
+            "slow = 'import sys, time; time.sleep(5);'\n"
+            "detached._BOOT = detached._BOOT.replace('import sys;', slow)\n"
             "detached.Channel = type('Dying', (detached.Channel,), {'receive': die})",
             id="its ranks have not begun",
         ),
@@ -479,7 +482,7 @@ def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
             while len(s) < 1:
                 time.sleep(0.01)
             print(s.id)
-            {dying}
+            {textwrap.indent(dying, " " * 12).lstrip()}
             """
         ).strip()
         notebook.manager.provisioner.process.wait(SOON)
