@@ -182,7 +182,12 @@ class LivePanel:
         buttons = [
             widgets.button("Stop", f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip(), stop, "na-stop"),
             widgets.button("Kill", _KILL_TOOLTIP, self._on_kill, "na-small-button na-kill"),
-            widgets.button("Stacks", _STACKS_TOOLTIP, self._on_stacks),
+            # It takes up to some seconds, in which the panel goes on.
+            widgets.button(
+                "Stacks",
+                _STACKS_TOOLTIP,
+                lambda: start_thread(self._fetch_stacks, name="notebook-accel-stacks"),
+            ),
             widgets.button("Log folder", _FOLDER_TOOLTIP, self._on_folder),
         ]
         self._stop, self._kill = buttons[:2]
@@ -300,10 +305,6 @@ class LivePanel:
             self._run.kill()
         elif now >= self._kill_asked + _SURE_SECONDS:
             self._kill_asked = now
-
-    def _on_stacks(self) -> None:
-        # It takes up to some seconds, in which the panel goes on.
-        start_thread(self._fetch_stacks, name="notebook-accel-stacks")
 
     def _fetch_stacks(self) -> None:
         text, state = self._run.stacks(), self._run.state

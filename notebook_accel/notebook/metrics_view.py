@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
-from markupsafe import Markup
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves
 from notebook_accel.launch.control.plotting import Point, metric_curves
@@ -138,7 +137,11 @@ class MetricsView:
         self._charts.value = str(markup)
         if self._is_csv_asked:
             self._is_csv_asked = False
-            self._link.value = str(_csv_link(points))
+            table = io.StringIO()
+            rows = ((name, f"{x:.0f}", y) for name, found in points.items() for x, y in found)
+            csv.writer(table).writerows([("metric", "step", "value"), *rows])
+            data = table.getvalue().encode()
+            self._link.value = str(file_link("metrics.csv", "metrics.csv", data, "text/csv"))
         # All at once: the choices alone would come before the charts.
         self.box.remove_class("na-hidden")
 
@@ -189,13 +192,6 @@ def _steps_in(text: str) -> tuple[float, float] | None:
     """Return the two steps that a person typed or clicked; None for all, or what is no range."""
     numbers = [float(found) for found in re.findall(r"(?<!\d)-?\d+", text.replace(",", ""))]
     return (min(numbers), max(numbers)) if len(numbers) == 2 else None
-
-
-def _csv_link(points: Mapping[str, Sequence[Point]]) -> Markup:
-    table = io.StringIO()
-    rows = ((name, f"{x:.0f}", y) for name, found in points.items() for x, y in found)
-    csv.writer(table).writerows([("metric", "step", "value"), *rows])
-    return file_link("metrics.csv", "metrics.csv", table.getvalue().encode(), "text/csv")
 
 
 def groups_of(names: Sequence[str]) -> dict[str, list[str]]:

@@ -19,6 +19,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -266,7 +267,7 @@ def saved_chart(
         first = _text(wording.count(drawn.first), 0, foot, "start")
         steps = [first, _text(end, "100%", foot, "end")]
     box = drawn.box(width="100%", height=_BOX)
-    draw = _inline if is_live else _image
+    draw = partial(_picture, is_live=is_live)
     rest = f"width:calc(100% - {drawn.left}px)"
     images = [
         draw(labels, alt="", width=drawn.left, style=f"width:{drawn.left}px"),
@@ -291,22 +292,17 @@ def saved_chart(
     return element("div", *images, over, style="position:relative;white-space:nowrap;line-height:0")
 
 
-def _svg(parts: Sequence[Markup], **attributes: str | int) -> Markup:
-    return element("svg", *parts, height=_SAVED_HEIGHT, font_size="11", fill=_GREY, **attributes)
-
-
-def _inline(parts: Sequence[Markup], *, alt: str, style: str, **_: int) -> Markup:
-    """Return what :func:`_image` does: an image would blink each time that it is drawn anew."""
-    return _svg(parts, role="img", aria_label=alt, style=style)
-
-
-def _image(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Markup:
-    svg = _svg(
-        parts,
-        xmlns="http://www.w3.org/2000/svg",
-        width="100%",
-        font_family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
-    )
+def _picture(parts: Sequence[Markup], *, alt: str, width: int, style: str, is_live: bool) -> Markup:
+    look: dict[str, str | int] = {
+        "height": _SAVED_HEIGHT,
+        "font_size": "11",
+        "fill": _GREY,
+    }
+    if is_live:  # an image would blink each time that it is drawn anew
+        return element("svg", *parts, role="img", aria_label=alt, style=style, **look)
+    fonts = "system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif"
+    xmlns = "http://www.w3.org/2000/svg"
+    svg = element("svg", *parts, xmlns=xmlns, width="100%", font_family=fonts, **look)
     return element(
         "img",
         alt=alt,
