@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
@@ -40,6 +40,7 @@ from notebook_accel.render.snapshot import (
     render_snapshot,
 )
 
+T = TypeVar("T")
 _DRAW_SECONDS = 1.0
 # Of a curve that is a cell of a table; runs whose curves are kept for that once they have ended.
 _STRETCHES = 32
@@ -115,8 +116,12 @@ class Charts:
         is_single = len(self._runs) == 1
         shown = {}
         for name, curves in [*metrics.items()][:MAX_PLOTS]:
-            ordered = _best_first(name, curves) if len(curves) > len(COLOURS) else curves.items()
-            shown[name] = {"" if is_single else label: each.points() for label, each in ordered}
+            labels = [*curves]
+            if len(labels) > len(COLOURS):
+                mode = mode_of(name)
+                best = {label: best_of(curve, mode) for label, curve in curves.items()}
+                labels = best_first(labels, best.get, mode)
+            shown[name] = {"" if is_single else label: curves[label].points() for label in labels}
         legend = [
             element("span", element("b", "━ ", style=f"color:{colour}"), label)
             for label, colour in colours.items()
@@ -218,16 +223,17 @@ def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:
     }
 
 
-def _best_first(name: str, curves: Mapping[str, Curve]) -> list[tuple[str, Curve]]:
-    """Return the curves of a metric, the one with the best value first if its name says which."""
-    mode = mode_of(name)
+def best_first(
+    items: Iterable[T], value_of: Callable[[T], float | None], mode: str | None
+) -> list[T]:
+    """Return the items, the one with the best value first; those without a finite one are last."""
     sign = -1 if mode == "max" else 1
 
-    def place(item: tuple[str, Curve]) -> float:
-        best = best_of(item[1], mode)
-        return math.inf if best is None else sign * best
+    def place(item: T) -> float:
+        value = value_of(item)
+        return math.inf if value is None or not math.isfinite(value) else sign * value
 
-    return sorted(curves.items(), key=place)
+    return sorted(items, key=place)
 
 
 def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:

@@ -25,7 +25,7 @@ from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.notebook.comparison import Charts, best_of, curves_of
+from notebook_accel.notebook.comparison import Charts, best_first, best_of, curves_of
 from notebook_accel.notebook.sweeps.sweep import attach_sweep
 from notebook_accel.notebook.sweeps.trial import in_a_line
 from notebook_accel.notebook.views import choose_view
@@ -347,11 +347,10 @@ def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:
             f"sort={shown(metric)}: no run has logged it; they logged {logged or 'nothing'}"
         )
 
-    def place(run: Run) -> float:
-        best = None if run.status == "failed" else best_of(curves[run.id].get(metric), mode)
-        return math.inf if best is None else best if mode == "min" else -best
+    def value_of(run: Run) -> float | None:
+        return None if run.status == "failed" else best_of(curves[run.id].get(metric), mode)
 
-    return sorted(found, key=place)
+    return best_first(found, value_of, mode)
 
 
 def _view_of_past() -> View:

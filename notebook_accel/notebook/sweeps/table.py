@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from notebook_accel.launch.control.plotting import Point
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed
+from notebook_accel.notebook.comparison import best_first
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.charts import HOVER_STYLE, saved_chart, sparkline
 from notebook_accel.render.markup import element, join, message_bytes, shorten
@@ -36,14 +36,7 @@ _SCROLLS = "overflow:auto;max-height:420px;margin:6px 0"
 
 def in_order(trials: Sequence[Trial], mode: str) -> list[Trial]:
     """Return the trials, the one with the best newest value first; those without one are last."""
-    sign = 1 if mode == "min" else -1
-
-    def place(trial: Trial) -> tuple[float, int]:
-        value = trial.newest
-        has_value = value is not None and math.isfinite(value) and trial.status != "failed"
-        return (sign * value if has_value and value is not None else math.inf), trial.number
-
-    return sorted(trials, key=place)
+    return best_first(trials, lambda one: None if one.status == "failed" else one.newest, mode)
 
 
 def rows(trials: Sequence[Trial], metric: str | None) -> list[list[str]]:
