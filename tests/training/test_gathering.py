@@ -197,7 +197,7 @@ def gathers_structures() -> dict[str, Any]:
             "asked": gather_for_metrics(list(batch), use_gather_object=True),
             "other length": gather_for_metrics([1, 2]),
         }
-        if active_loaders().end_of_dataloader:
+        if active_loaders().position.end_of_dataloader:
             break
     results["after"] = gather_for_metrics(batch)
     return results

@@ -43,20 +43,20 @@ def test_the_last_batch_is_known_to_be_the_last() -> None:
     stream = prepare(DataLoader(Stream(7), batch_size=3), 0, 2, dispatch_batches=False)
     assert trace(stream) == [(False, -1), (True, 1)]
     assert trace(prepare(numbers(0), 0, 2)) == []
-    assert (active_loaders().end_of_dataloader, GradientState().remainder) == (False, -1)
+    assert (active_loaders().position.end_of_dataloader, GradientState().remainder) == (False, -1)
 
 
 def test_the_inner_loop_answers_while_it_runs() -> None:
     outer, inner = prepare(numbers(6)), prepare(numbers(9))
     seen = []
     for _ in outer:
-        seen.append(active_loaders().end_of_dataloader)
+        seen.append(active_loaders().position.end_of_dataloader)
         for _ in inner:
             assert active_loaders().position.loader is inner
-            if active_loaders().end_of_dataloader:
+            if active_loaders().position.end_of_dataloader:
                 break  # on its last batch: the flag must not stay
         assert active_loaders().position.loader is outer
-        seen.append(active_loaders().end_of_dataloader)
+        seen.append(active_loaders().position.end_of_dataloader)
     assert seen == [False, False, True, True]
 
 
@@ -90,7 +90,7 @@ def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     train, other = prepare(numbers(6)), prepare(numbers(3))
     left = iter(other)
     next(left)  # its last batch, and it is still referenced
-    assert active_loaders().end_of_dataloader
+    assert active_loaders().position.end_of_dataloader
     assert trace(train) == [(False, -1), (True, 0)]
     next(iter(other))
     left.close()
