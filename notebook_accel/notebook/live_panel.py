@@ -34,7 +34,7 @@ from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.rank_displays import seconds_to_wait
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.displays import first_asked, render_displays
+from notebook_accel.render.displayed import first_asked, render_displays
 from notebook_accel.render.markup import copyable, element, file_link, style_element
 from notebook_accel.render.panel import (
     AskedStacks,

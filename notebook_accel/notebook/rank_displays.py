@@ -20,7 +20,7 @@ from notebook_accel.launch.control.run_state import Display, RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.worker.shown_value import ShownValue
-from notebook_accel.render.displays import LABEL_STYLE, first_asked
+from notebook_accel.render.displayed import LABEL_STYLE, first_asked
 from notebook_accel.render.markup import element
 
 T = TypeVar("T")

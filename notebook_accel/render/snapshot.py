@@ -27,7 +27,7 @@ from notebook_accel.launch.view.step_times import step_lines
 from notebook_accel.render import charts
 from notebook_accel.render.ansi_colours import ansi_to_markup, lines_to_markup
 from notebook_accel.render.charts import ORIGINAL
-from notebook_accel.render.displays import other_displays, render_displays
+from notebook_accel.render.displayed import other_displays, render_displays
 from notebook_accel.render.markup import copy_button, element, join, message_bytes, shorten
 from notebook_accel.render.panel import (
     AskedStacks,

@@ -12,7 +12,7 @@ from notebook_accel import wire
 from notebook_accel.notebook import rank_displays
 from notebook_accel.notebook.rank_displays import RankDisplays, by_rank
 from notebook_accel.render import displays
-from notebook_accel.render.displays import other_displays, render_displays
+from notebook_accel.render.displayed import other_displays, render_displays
 from notebook_accel.render.snapshot import render_slim, render_snapshot
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.test_dashboard import Page
