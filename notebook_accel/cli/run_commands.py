@@ -31,23 +31,14 @@ def runs(arguments: Sequence[str]) -> int:
     parser.add_argument("-n", type=int, default=20, metavar="N", help="how many; 20 unless given")
     found = run_list.runs(everywhere=True)[-max(1, parser.parse_args(arguments).n) :]
     rows: list[tuple[str, ...]] = [("ID", "STATUS", "STARTED", "TOOK", "RANKS", "NAME", "NOTEBOOK")]
-    rows += [_row(run) for run in found]
+    for state in (run.state for run in found):
+        started, took = wording.moment(state.started), wording.span(elapsed(state, time.time()))
+        name = one_line(state.name, 40)
+        rows.append(
+            (state.run, state.status, started, took, num_ranks(state), name, state.notebook)
+        )
     print("\n".join(wording.aligned(rows)))
     return 0
-
-
-def _row(run: Run) -> tuple[str, ...]:
-    state = run.state
-    took = wording.span(elapsed(state, time.time()))
-    return (
-        run.id,
-        run.status,
-        wording.moment(state.started),
-        took,
-        num_ranks(state),
-        one_line(state.name, 40),
-        state.notebook,
-    )
 
 
 def stop(arguments: Sequence[str]) -> int:

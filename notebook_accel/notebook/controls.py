@@ -207,23 +207,14 @@ def _control_of(knob: KnobMade, widgets: PanelWidgets) -> Any:
     if low is None or high is None or not math.isfinite(low + high) or low == high:
         kind = ipywidgets.IntText if isinstance(knob.value, int) else ipywidgets.FloatText
         return widgets.make(kind, **shared)
-    if knob.log:
-        ends = math.log10(low), math.log10(high)
-        step = (ends[1] - ends[0]) / _STEPS_OF_SLIDER
-        # Only then the value: within a range that is not set yet it would be cut.
-        limits: dict[str, Any] = {
-            "min": ends[0],
-            "max": ends[1],
-            "step": step,
-            "readout_format": ".3g",
-        }
-        return widgets.make(ipywidgets.FloatLogSlider, **limits, **shared)
-    if isinstance(knob.value, int):
-        limits = {"min": math.ceil(low), "max": math.floor(high)}
-        return widgets.make(ipywidgets.IntSlider, **limits, **shared)
-    step = (high - low) / _STEPS_OF_SLIDER
-    limits = {"min": low, "max": high, "step": step, "readout_format": ".3g"}
-    return widgets.make(ipywidgets.FloatSlider, **limits, **shared)
+    # The range stands before the value: within one that is not set yet that would be cut.
+    if isinstance(knob.value, int) and not knob.log:
+        first, last = math.ceil(low), math.floor(high)
+        return widgets.make(ipywidgets.IntSlider, min=first, max=last, **shared)
+    kind = ipywidgets.FloatLogSlider if knob.log else ipywidgets.FloatSlider
+    start, end = (math.log10(low), math.log10(high)) if knob.log else (low, high)
+    step = (end - start) / _STEPS_OF_SLIDER
+    return widgets.make(kind, min=start, max=end, step=step, readout_format=".3g", **shared)
 
 
 def _waits(asked: Future[None] | None) -> bool:

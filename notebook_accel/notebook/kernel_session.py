@@ -16,8 +16,8 @@ from notebook_accel.launch.launcher import check_ranks
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.rank_displays import say
 from notebook_accel.notebook.session import NotebookSession, num_ranks
-from notebook_accel.render.markup import element
 
 _OPTIONS = {"num_processes": "-n", "mixed_precision": "--mixed-precision"}
 
@@ -48,8 +48,7 @@ class StartingLine(View):
         self._show(f"{started}; %accelerate stop ends it")
 
     def _show(self, text: str) -> None:
-        html = element("span", text, style="opacity:.65;font-size:13px;padding:0 7px")
-        self._slot.show({"text/html": str(html), "text/plain": text})
+        say(text, self._slot)
 
 
 def current_session() -> NotebookSession | None:

@@ -82,7 +82,7 @@ def show_displays(state: RunState, rank: int) -> None:
     for display in found.displays:
         _show(display, state, found)
     if not found.displays:
-        _say(f"rank {rank} displayed nothing")
+        say(f"rank {rank} displayed nothing")
 
 
 def _show(
@@ -92,14 +92,15 @@ def _show(
     labels = [f"rank {rank.rank}"] if state.world_size > 1 else []
     slots = slots or [DisplaySlot() for _ in (*labels, display)]
     for slot, text in zip(slots, labels, strict=False):
-        _say(text, slot)
+        say(text, slot)
     slots[-1].show(display.data)
     # A long run displays more than a kernel should keep.
     slots[-1].forget()
     return slots
 
 
-def _say(text: str, slot: DisplaySlot | None = None) -> None:
+def say(text: str, slot: DisplaySlot | None = None) -> None:
+    """Show a line in grey, in a slot or the running cell's output."""
     html = element("span", text, style=LABEL_STYLE)
     (slot or DisplaySlot()).show({"text/html": str(html), "text/plain": text})
 
@@ -120,7 +121,7 @@ def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = 
         return
     for value, ranks in groups if is_rich else ():
         if len(values) > 1:
-            _say(wording.rank_list(ranks))
+            say(wording.rank_list(ranks))
         DisplaySlot().show(value.data)
     if not is_rich:
         print(texts, end="")  # noqa: T201
