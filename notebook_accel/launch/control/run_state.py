@@ -455,7 +455,10 @@ def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]
     """Return the bars with ``bar`` in place of that with its number, or at the end; 500 at most."""
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:
-            bar = _changed(bar, depth=bars[index].depth)
+            # A bar that advances after those around it were closed is inside of them no more.
+            around = sum(not outer.closed for outer in bars[:index])
+            depth = bars[index].depth
+            bar = _changed(bar, depth=depth if bar.closed else min(depth, around))
             return (*bars[:index], bar, *bars[index + 1 :])
     bar = _changed(bar, depth=sum(not other.closed for other in bars))
     if len(bars) >= _MAX_BARS:

@@ -94,6 +94,19 @@ def test_a_bar_that_was_closed_stays_until_the_next_of_its_depth() -> None:
     assert [b.name for b in current_bars(bars)] == ["train"]
 
 
+def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_advances() -> None:
+    def at(number: int, n: float, *, closed: bool = False) -> wire.Bar:
+        return wire.Bar(rank=0, bar=number, name=f"Epoch {number}", n=n, total=3, closed=closed)
+
+    # `bar = tqdm(total=3)` in each epoch: the old one is dropped after the new is made.
+    state = after(running(1), at(0, 0), at(0, 3), at(1, 0), at(0, 3, closed=True))
+    state = after(state, at(1, 1))
+    assert progress_text(state.ranks[0]) == "Epoch 1: 1/3"
+    state = after(state, at(2, 0), at(1, 3, closed=True), at(2, 3))
+    state = after(state, wire.Returned(rank=0, value=wire.Packet()))
+    assert progress_text(state.ranks[0]) == "Epoch 2: 3/3"
+
+
 def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came() -> None:
     def at(number: int, name: str, n: float, *, closed: bool = False) -> wire.Bar:
         return wire.Bar(rank=0, bar=number, name=name, n=n, total=2, closed=closed)
