@@ -11,7 +11,7 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.notebook import rank_displays
 from notebook_accel.notebook.rank_displays import RankDisplays, by_rank
-from notebook_accel.render import displays
+from notebook_accel.render import displayed
 from notebook_accel.render.displayed import other_displays, render_displays
 from notebook_accel.render.snapshot import render_slim, render_snapshot
 from tests.notebook.states import after, running, succeeded
@@ -53,7 +53,7 @@ def test_each_kind_is_drawn_or_has_its_text(data: dict[str, str], tag: str, foun
 def test_the_newest_that_have_room_are_shown_and_the_others_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(displays, "_MAX_BYTES", 200)
+    monkeypatch.setattr(displayed, "_MAX_BYTES", 200)
     assert render_displays(running(2)) == ""
     page = Tags(render_displays(displaying("<i>old</i>", "x" * 50, "<b>new</b>", num_ranks=2)))
     assert page.text == (
