@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import RunState
@@ -15,10 +16,12 @@ from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, draws_updates
 from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.render.panel import Details
 from notebook_accel.render.snapshot import Snapshot, render_line, render_slim
+
+if TYPE_CHECKING:
+    from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 
 # A page keeps up with 20 KB five times a second; 200 KB ten times a second came seconds late.
 _DRAW_SECONDS = 0.2
@@ -96,11 +99,17 @@ class Dashboard(View):
             return
         # A page that is reloaded now asks for widgets alone.
         is_new = self._lasting is None
-        self._lasting = self._lasting or PanelBox(self._slot)
+        self._lasting = self._lasting or self._box()
         self._lasting.body.value = str(render_line(text).html)
         if is_new:
             self._lasting.show(text)
         self._clicks.pump()
+
+    def _box(self) -> PanelBox:
+        # With the first panel: ipywidgets is a third of what the launcher's import would take.
+        from notebook_accel.notebook.live_panel import PanelBox
+
+        return PanelBox(self._slot)
 
     def waits_for_machines(self, text: str) -> None:
         with self._lock:
@@ -221,7 +230,9 @@ class Dashboard(View):
 
     def _make_panel(self, state: RunState) -> None:
         assert self._run is not None, "a panel shows a run"
-        self._lasting = self._lasting or PanelBox(self._slot)
+        from notebook_accel.notebook.live_panel import LivePanel
+
+        self._lasting = self._lasting or self._box()
         panel = LivePanel(
             self._run, lasting=self._lasting, clicks=self._clicks, stop=self._ask_stop
         )
