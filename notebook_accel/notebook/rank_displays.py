@@ -3,7 +3,7 @@
     the cell waits for the run   each display is an output of its own     RankDisplays
     run.show()                   the same, in the cell that calls it      RankDisplays
     run.show(rank)               the same, with displays of that rank     show_displays
-    the cell does not wait       HTML in the panel, then in the summary   render/displays.py
+    the cell does not wait       HTML in the panel, then in the summary   render/displayed.py
     a cell's last expression     the value of each rank, equal ones once  show_values
 
 Ranks mostly display the same. So only the displays of the first rank that runs the call are shown;

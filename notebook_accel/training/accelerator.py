@@ -1652,8 +1652,21 @@ class Accelerator(ProcessInfo):
 
     @property
     def native_amp(self) -> bool:
-        """Whether forwards run in mixed precision."""
-        return self._plan.precision.dtype is not None
+        """Whether forwards run in mixed precision. Set it to False to compute in full precision.
+
+        With ``mixed_precision="no"`` it is False, and setting it to True has no effect.
+        """
+        return self._plan.precision.is_on and self._plan.precision.dtype is not None
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        if value and self._plan.precision.dtype is None:
+            notice_once(
+                "native_amp",
+                'native_amp=True has no effect with mixed_precision="no": make the Accelerator '
+                'with mixed_precision="bf16" or "fp16"',
+            )
+        self._plan.precision.is_on = value
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:

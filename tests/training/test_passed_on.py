@@ -420,7 +420,9 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
     accelerator.autocast_handler = None
     model(INPUTS)
     assert accelerator.native_amp
-    assert seen == [torch.float32, torch.bfloat16]
+    accelerator.native_amp = False
+    model(INPUTS)
+    assert seen == [torch.float32, torch.bfloat16, torch.float32]
     accelerator.profile_handler = ProfileKwargs(activities=["cpu"], record_shapes=True)
     with accelerator.profile() as profiler:
         model(INPUTS)
@@ -431,6 +433,7 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
     accelerator.rng_types = ["torch"]
     accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
     assert accelerator.use_seedable_sampler
+    assert not accelerator.native_amp
     loader = accelerator.prepare(DataLoader(range(4), shuffle=True))  # type: ignore[arg-type]
     assert isinstance(loader.sampler, SeedableRandomSampler)
     assert (loader.rng_types, loader.device) == (("torch",), None)
@@ -441,3 +444,5 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
         accelerator.ddp_handler = ProfileKwargs()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="dataloader_config is a dict"):
         accelerator.dataloader_config = {}  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match='native_amp=True has no effect with mixed_precision="no"'):
+        Accelerator(cpu=True).native_amp = True

@@ -30,6 +30,8 @@ class Precision:
     """Whether a model gets layers of another class, which need to be whole."""
     recipe: AORecipeKwargs | None = None
     """How layers are converted; None where they are not."""
+    is_on = True
+    """Whether operations are cast to it at all; the user may turn that off (``native_amp``)."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Precision:
         Args:
             options: settings of ``torch.autocast``; None takes those of the ``Accelerator``.
         """
-        if self.dtype is None:
+        if self.dtype is None or not self.is_on:
             return nullcontext()
         chosen = options or self.options
         return torch.autocast(
