@@ -3,7 +3,11 @@
 from notebook_accel.compat import _accelerate
 from notebook_accel.config import write_basic_config
 from notebook_accel.training.checkpoint.merge import merge_fsdp_weights
-from notebook_accel.training.collectives import broadcast, broadcast_object_list
+from notebook_accel.training.collectives import (
+    CannotPadNestedTensorWarning,
+    broadcast,
+    broadcast_object_list,
+)
 from notebook_accel.training.collectives.debug_mode import DistributedOperationException
 from notebook_accel.training.collectives.nested import (
     convert_to_fp32,

@@ -9,6 +9,7 @@ backend can send them, and the results are moved back.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -332,6 +333,10 @@ def _reduce(leaf: torch.Tensor, reduction: str, group: dist.ProcessGroup | None)
     return total.clone() if total.data_ptr() == leaf.data_ptr() else total
 
 
+class CannotPadNestedTensorWarning(UserWarning):
+    """``pad_across_processes`` got a tensor of torch's nested layout and left it unchanged."""
+
+
 def pad_across_processes(
     tensor: Any,
     dim: int = 0,
@@ -344,14 +349,22 @@ def pad_across_processes(
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim`` are
-            equal on all ranks. Tensors that have no dimension ``dim`` are returned
-            unchanged.
+            equal on all ranks. Tensors that have no dimension ``dim``, or are of torch's nested
+            layout, are returned unchanged.
         dim: the dimension to pad.
         group: the ranks; None means all.
     """
     _require_agreement("pad_across_processes", tensor, group, dim)
 
     def pad_across_processes(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_nested:
+            warnings.warn(
+                "pad_across_processes leaves a tensor of torch's nested layout as it is: pad its "
+                "parts with torch.nested.to_padded_tensor first",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+            return leaf
         if not -leaf.ndim <= dim < leaf.ndim:
             return leaf
         size = leaf.shape[dim]
