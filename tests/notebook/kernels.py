@@ -212,7 +212,9 @@ class Kernel:
         self.client.shell_channel.send(message)
         asked = {"comm_id": session.session, "data": {"method": "request_states"}}
         self._send("comm_msg", asked, by_subshell=False)
-        assert self.listen_until(lambda: bool(self.models), seconds=30)
+        # What the kernel says meanwhile may come before its answer, which has all states.
+        self._told_states = False
+        assert self.listen_until(lambda: self._told_states, seconds=30)
 
     def answers_new_page(self, *, seconds: float) -> bool:
         return self.answers(self.client.kernel_info(), seconds=seconds)
@@ -274,6 +276,7 @@ class Kernel:
             display = content["transient"]["display_id"]
             self.displays.get(display, {})["data"] = content["data"]
         elif kind in ("comm_open", "comm_msg"):
+            self._told_states |= "states" in content["data"]
             for comm_id, told in content["data"].get("states", {}).items():
                 self.models.setdefault(comm_id, {}).update(told["state"])
             state = content["data"].get("state", {})
