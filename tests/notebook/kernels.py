@@ -140,6 +140,7 @@ class Kernel:
         self._running: set[str] = set()
         self._ended: set[str] = set()
         self._subshell: str | None = None
+        self._told_states = False
         reply = client.kernel_info(reply=True, timeout=60)
         features = reply["content"].get("supported_features", [])
         self.has_subshells = "kernel subshells" in features
