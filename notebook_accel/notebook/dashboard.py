@@ -97,13 +97,14 @@ class Dashboard(View):
         if not self._draws_updates:
             self._slot.show(render_line(f"{text}. {_AT_THE_END}").bundle)
             return
+        # Before the page has the widget, which it may ask for at once.
+        self._clicks.pump()
         # A page that is reloaded now asks for widgets alone.
         is_new = self._lasting is None
         self._lasting = self._lasting or self._box()
         self._lasting.body.value = str(render_line(text).html)
         if is_new:
             self._lasting.show(text)
-        self._clicks.pump()
 
     def _box(self) -> PanelBox:
         # With the first panel: ipywidgets is a third of what the launcher's import would take.
