@@ -94,8 +94,7 @@ class BlockedShell:
 
     async def _answer(self, message: Any) -> None:
         kernel = self._kernel
-        identities, frames = kernel.session.feed_identities(message, copy=False)
-        request = kernel.session.deserialize(frames, content=True, copy=False)
+        identities, request = _read(kernel, message)
         of_ipykernel.publish_status(kernel, "busy", request)
         asks_for_state = _asks_for_state(request["content"])
         with _answers_to(kernel, request) if asks_for_state else contextlib.nullcontext():
@@ -109,11 +108,9 @@ class BlockedShell:
         of_ipykernel.publish_status(kernel, "busy", self._cell)
 
     def _is_to_answer(self, message: Any) -> bool:
-        """Read the frames only: once deserialised, the kernel refuses a message as a duplicate."""
         session = self._kernel.session
         try:
-            _, frames = session.feed_identities(message, copy=False)
-            header = session.unpack(frames[1].bytes)
+            frames, header = _peek(session, message)
             kind = header["msg_type"]
             on_main_shell = header.get("subshell_id") is None
             if kind not in _OF_COMMS:
@@ -133,6 +130,17 @@ class BlockedShell:
         except Exception:
             # A message that cannot be read is the kernel's to refuse.
             return False
+
+
+def _read(kernel: Any, message: Any) -> tuple[Any, Any]:
+    identities, frames = kernel.session.feed_identities(message, copy=False)
+    return identities, kernel.session.deserialize(frames, content=True, copy=False)
+
+
+def _peek(session: Any, message: Any) -> tuple[Any, Any]:
+    """Return frames and header: once deserialised, the kernel refuses a message as a duplicate."""
+    _, frames = session.feed_identities(message, copy=False)
+    return frames, session.unpack(frames[1].bytes)
 
 
 def _asks_for_state(content: Any) -> bool:
@@ -267,20 +275,15 @@ class ClicksByPump(ClicksAfterTheCell):
                 messages.put_nowait(item)
 
     def _type_of(self, item: Any) -> str | None:
-        # A peek: deserialising would note the signature, and the kernel would refuse the message
-        # as a duplicate when it comes to it.
-        session = self.kernel.session
         try:
-            _, frames = session.feed_identities(item[2][0], copy=False)
-            return str(session.unpack(frames[1].bytes)["msg_type"])
+            return str(_peek(self.kernel.session, item[2][0])[1]["msg_type"])
         except Exception:
             # A message that cannot be read is the kernel's to refuse.
             return None
 
     def _handle(self, item: Any) -> None:
         kernel = self.kernel
-        identities, frames = kernel.session.feed_identities(item[2][0], copy=False)
-        message = kernel.session.deserialize(frames, content=True, copy=False)
+        identities, message = _read(kernel, item[2][0])
         handler = kernel.shell_handlers[message["msg_type"]]
         answered = handler(kernel.shell_stream, identities, message)
         if isinstance(answered, Coroutine):

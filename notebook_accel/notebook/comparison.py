@@ -182,21 +182,25 @@ def differing(runs: Sequence[Run]) -> list[str]:
 class Original(NamedTuple):
     """The run of which another one is a clone or goes on with, and what it is called there."""
 
-    label: str
-    run: Run
+    label: str = ""
+    run: Run | None = None
 
     def points(self) -> dict[str, list[Point]]:
-        return {name: curve.points() for name, curve in curves_of(self.run).items()}
+        curves = {} if self.run is None else curves_of(self.run)
+        return {name: curve.points() for name, curve in curves.items()}
 
 
-def original_of(run: Run) -> Original | None:
-    """Return the original of a run; None if there is none, or it was deleted."""
-    if not run.state.origin:
-        return None
+NO_ORIGINAL = Original()
+
+
+def original_of(run: Run) -> Original:
+    """Return the original of a run, which has no curves if there is none, or it was deleted."""
     try:
-        found = run_list.find_run(run.state.origin)
+        found = run_list.find_run(run.state.origin) if run.state.origin else None
     except NotebookAccelError:
-        return None
+        found = None
+    if found is None:
+        return NO_ORIGINAL
     about, _ = differing([found, run])
     name = one_line(found.name, _MAX_LABEL)
     return Original(one_line(f"{name} ({about})" if about else name, 2 * _MAX_LABEL), found)
@@ -205,7 +209,7 @@ def original_of(run: Run) -> Original | None:
 def snapshot_of(run: Run, state: RunState, **how: Any) -> Snapshot:
     """Return the summary of a run, with the curves of its original."""
     original = original_of(run)
-    before = None if original is None else (original.label, original.points())
+    before = original.label, original.points()
     return render_snapshot(state, call_of(run).metrics.sample(), original=before, **how)
 
 

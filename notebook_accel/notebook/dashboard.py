@@ -80,7 +80,6 @@ class Dashboard(View):
         self._has_asked_stop = False
         self._stopping_since: float | None = None
         self._run: Run | None = None
-        self._state: RunState | None = None
         self._slow_launch = ""
         self._throughput = Throughput()
         self._displays = RankDisplays()
@@ -127,7 +126,6 @@ class Dashboard(View):
 
     def open(self, run: Run) -> None:
         self._run = run
-        self._state = run.state
         self._opened_at = time.monotonic()
         if not self._waits:
             self._clicks.stop_pumping()
@@ -136,9 +134,9 @@ class Dashboard(View):
             self._begin_drawing()
 
     def _begin_drawing(self) -> None:
-        assert self._state is not None, "a view that draws is open"
+        assert self._run is not None, "a view that draws is open"
         self._is_drawing = True
-        line = render_slim(self._state, now=self._state.now())
+        line = render_slim(self._run.state, now=self._run.state.now())
         if not self._draws_updates:
             line = render_line(f"{line.text}. {_AT_THE_END}")
         # What says "starting" already stays until the panel comes: another line is a jump.
@@ -148,7 +146,6 @@ class Dashboard(View):
 
     def update(self, state: RunState) -> None:
         with self._lock:
-            self._state = state
             self._has_changed = True
             if state.status == "stopping" and self._stopping_since is None:
                 self._stopping_since = time.monotonic()
@@ -179,19 +176,18 @@ class Dashboard(View):
         with self._lock:
             if self._run is None or self._has_ended:
                 return
-            self._state = state
             self._has_ended = True
             if self.panel is None and self._is_cell:
                 self._slot.show(render_slim(state).bundle, is_to_place=False)
                 return
             summary = self._summary(self._run, state, with_displays=not self._waits)
-            if self.panel is not None:
-                self.panel.finish(summary)
-            elif self._lasting is not None:
+            if self._lasting is None:
+                self._slot.show(summary.bundle)
+            else:
                 typed = f"{run_list.expression(self._run.id)}.show()"
                 self._lasting.finish(summary.bundle, typed)
-            else:
-                self._slot.show(summary.bundle)
+            if self.panel is not None:
+                self.panel.close()
 
     def give_up(self) -> None:
         """Show the run no longer, and leave the slot to another one."""
@@ -229,20 +225,18 @@ class Dashboard(View):
             asked_stacks=None if self.panel is None else self.panel.asked_stacks,
         )
 
-    def _make_panel(self, state: RunState) -> None:
-        assert self._run is not None, "a panel shows a run"
+    def _make_panel(self, run: Run) -> None:
         from notebook_accel.notebook.live_panel import LivePanel
 
         self._lasting = self._lasting or self._box()
-        panel = LivePanel(
-            self._run, lasting=self._lasting, clicks=self._clicks, stop=self._ask_stop
-        )
+        panel = LivePanel(run, lasting=self._lasting, clicks=self._clicks, stop=self._ask_stop)
+        state = run.state
         panel.read(state)
-        panel.draw(state, self._details(state, panel))
+        panel.draw(state, self._details(run, panel))
         panel.show(
-            f"{state.name} (run {self._run.id}): a live panel, which only its kernel draws. "
-            f"{run_list.expression(self._run.id)}.show() draws it again; after a restart of the "
-            "kernel it shows what was kept."
+            f"{state.name} (run {run.id}): a live panel, which only its kernel draws. "
+            f"{run_list.expression(run.id)}.show() draws it again; after a restart of the kernel "
+            "it shows what was kept."
         )
         self.panel = panel
 
@@ -257,28 +251,26 @@ class Dashboard(View):
 
     def _send_end_again(self) -> None:
         with self._lock:
-            if self._lasting is not None:
-                self._lasting.send_again()
-            else:
-                self._slot.send_again()
+            (self._lasting or self._slot).send_again()
 
     def draw(self) -> None:
         """Draw what changed, at most five times a second; any thread may call this often."""
         with self._lock:
             now = time.monotonic()
             wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
-            if self._state is None or self._has_ended or now < self._drawn_at + wait:
+            if self._run is None or self._has_ended or now < self._drawn_at + wait:
                 return
+            state = self._run.state
             if self.panel is None:
                 if now >= self._opened_at + self._panel_seconds:
-                    self._make_panel(self._state)
+                    self._make_panel(self._run)
                 return
             # What changes while it is drawn, by a click, is drawn next time.
             self._has_changed = False
-            if self.panel.draw(self._state, self._details(self._state, self.panel)):
+            if self.panel.draw(state, self._details(self._run, self.panel)):
                 self._has_changed = True
             if not self._waits:
-                self.panel.draw_displays(self._state)
+                self.panel.draw_displays(state)
             # From the end: on a busy machine drawing itself takes long, and the next messages
             # would follow the last ones at once.
             self._drawn_at = time.monotonic()
@@ -288,8 +280,8 @@ class Dashboard(View):
         if self._waits and self._run is not None:
             self._displays.show_new(self._run.state)
 
-    def _details(self, state: RunState, panel: LivePanel) -> Details:
-        assert self._run is not None, "a panel shows a run"
+    def _details(self, run: Run, panel: LivePanel) -> Details:
+        state = run.state
         if state.hang is not None:
             self._last_hang = hang_line(state)
         since = self._stopping_since
@@ -300,7 +292,7 @@ class Dashboard(View):
             last_hang=self._last_hang,
             picked=panel.picked,
             stopping=None if since is None else time.monotonic() - since,
-            grace=self._run.config.grace,
+            grace=run.config.grace,
         )
 
     # ---- clicks ----------------------------------------------------------------------------

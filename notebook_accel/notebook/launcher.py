@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import LaunchConfig, given_settings, resolve
-from notebook_accel.config.checks import as_count
+from notebook_accel.config.checks import as_count, as_flag
 from notebook_accel.errors import ConfigError, WorkerError
 from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.engines import engine_for
@@ -344,9 +344,7 @@ def _as_number(value: Any) -> Any:
 
 
 def _check_detach(detach: object, *, session: bool) -> None:
-    if not isinstance(detach, bool):
-        raise ConfigError(f"detach={shown(detach)}: expected True or False")
-    if detach and session:
+    if as_flag("detach", detach) and session:
         raise ConfigError(
             "detach=True with session=True: the ranks of a session end with the kernel. Leave one "
             "of them out"

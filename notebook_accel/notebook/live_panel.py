@@ -46,7 +46,6 @@ from notebook_accel.render.panel import (
     render_warnings,
     stacks_of_hang,
 )
-from notebook_accel.render.snapshot import Snapshot
 
 _STOP_TOOLTIP = (
     "Stop all ranks at the same step. What is being trained is kept (last_run().rescued), or what "
@@ -149,8 +148,8 @@ class PanelBox:
 class LivePanel:
     """The widgets that show one run while it goes on.
 
-    A click, which may come from another thread, acts on the run or leaves a note for the next
-    :meth:`draw`. ``asked_stacks`` is a title and (ranks, stack) pairs; None before a click.
+    A click may come from another thread. ``asked_stacks`` is a title and (ranks, stack) pairs; None
+    before a click.
     """
 
     def __init__(
@@ -168,8 +167,6 @@ class LivePanel:
         self._kill_asked = -math.inf
         self._titled, self._titled_at = "", 0.0
         self.asked_stacks: AskedStacks | None = None
-        self._drawn_stacks: AskedStacks | None = None
-        self._is_folder_asked = False
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
         self._widgets = widgets = PanelWidgets(clicks)
@@ -250,7 +247,10 @@ class LivePanel:
             self._stop.disabled = True
         self._kill.description = "Sure?" if self._asks_whether_sure(now) else "Kill"
         self._controls.draw(state)
-        self._draw_note(state)
+        # Once a hang is over its stacks stay, as what is said of it does.
+        if state.hang is not None and state.hang is not self._hang:
+            self._hang = state.hang
+            self._show_stacks("stacks of the ranks", stacks_of_hang(state.hang), is_open=False)
         curves = call_of(self._run).curves
         if curves is not None:
             self._metrics.draw(curves, now=now)
@@ -272,26 +272,9 @@ class LivePanel:
     def _asks_whether_sure(self, now: float) -> bool:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
-    def _draw_note(self, state: RunState) -> None:
-        if self._is_folder_asked:
-            self._is_folder_asked = False
-            path = copyable("code", str(self._run.log_dir))
-            self._note.value = str(element("div", "log folder ", path, class_="na na-folder"))
-        elif self.asked_stacks is not None and self.asked_stacks is not self._drawn_stacks:
-            self._drawn_stacks = self.asked_stacks
-            self._show_stacks(*self.asked_stacks, is_open=True)
-        # Once a hang is over its stacks stay, as what is said of it does.
-        if state.hang is not None and state.hang is not self._hang:
-            self._hang = state.hang
-            self._show_stacks("stacks of the ranks", stacks_of_hang(state.hang), is_open=False)
-
     def _show_stacks(self, title: str, stacks: Sequence[tuple[str, str]], *, is_open: bool) -> None:
         fold = fold_of_stacks(title, stacks, is_open=is_open)
         self._note.value = str(element("div", fold, class_="na na-stacks"))
-
-    def finish(self, snapshot: Snapshot) -> None:
-        self._lasting.finish(snapshot.bundle, f"{run_list.expression(self._run.id)}.show()")
-        self.close()
 
     def close(self) -> None:
         self._widgets.close()
@@ -311,9 +294,11 @@ class LivePanel:
         if not state.has_ended:
             title = f"stacks after {wording.clock(state.now() - state.started)}"
             self.asked_stacks = title, _alike(text)
+            self._show_stacks(*self.asked_stacks, is_open=True)
 
     def _on_folder(self) -> None:
-        self._is_folder_asked = True
+        path = copyable("code", str(self._run.log_dir))
+        self._note.value = str(element("div", "log folder ", path, class_="na na-folder"))
 
     def _saved_log(self, rank: int | None) -> Markup:
         """Return a link with the output as a file (the end of a long one), or why there is none."""

@@ -77,12 +77,10 @@ class LogWindow:
     """
 
     def __init__(self, ranks: Sequence[int], words: str = "") -> None:
-        self.words = words
+        self.ranks, self.words = tuple(ranks), words
         self._needle = words.casefold()
         self._readers = {rank: LineReader() for rank in ranks}
         self._blocks: deque[LogBlock] = deque()
-        self._num_blocks = 0
-        self._num_lines = 0
         self._num_found = 0
         # Whether the page lacks the block before the oldest one here.
         self._has_dropped_unsent = False
@@ -110,21 +108,17 @@ class LogWindow:
         if newest != self._open_lines:
             self._open_lines = newest
             self._newest_block().is_sent = False
-        while len(self._blocks) > _MAX_BLOCKS or (
-            self._blocks and self._num_lines - len(self._blocks[0].lines) >= MAX_LINES
-        ):
-            dropped = self._blocks.popleft()
-            self._num_lines -= len(dropped.lines)
-            self._has_dropped_unsent = not dropped.is_sent
+        num_newer = sum(len(block.lines) for block in self._blocks)
+        while self._blocks:
+            num_newer -= len(self._blocks[0].lines)
+            if len(self._blocks) <= _MAX_BLOCKS and num_newer < MAX_LINES:
+                break
+            self._has_dropped_unsent = not self._blocks.popleft().is_sent
 
     def _wanted(self, lines: list[_Timed]) -> list[_Timed]:
         if not self._needle:
             return lines
         return [each for each in lines if self._needle in plain_text(each[1]).casefold()]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(self._readers)
 
     @property
     def num_found(self) -> int:
@@ -133,7 +127,7 @@ class LogWindow:
 
     @property
     def first_number(self) -> int:
-        return self._num_blocks - len(self._blocks)
+        return self._blocks[0].number if self._blocks else 0
 
     def next_block(self, *, older: bool = False) -> LogBlock | None:
         """Return the newest unsent block, now sent, or None; ``older`` skips the newest block."""
@@ -178,7 +172,6 @@ class LogWindow:
         return join(groups)
 
     def _append(self, rank: int | None, second: int | None, lines: Sequence[str]) -> None:
-        self._num_lines += len(lines)
         start = 0
         while start < len(lines):
             block = self._newest_block()
@@ -204,8 +197,7 @@ class LogWindow:
         if self._blocks and self._open_lines:
             # The open lines move below the new block.
             self._blocks[-1].is_sent = False
-        block = LogBlock(self._num_blocks)
-        self._num_blocks += 1
+        block = LogBlock(self._blocks[-1].number + 1 if self._blocks else 0)
         self._blocks.append(block)
         return block
 
@@ -257,7 +249,6 @@ class LogView:
         self._all_ranks = LogWindow(range(state.world_size))
         self._window = self._all_ranks
         self._is_follow_asked = False
-        self._is_save_asked = False
         self._saved = saved
         # The number of the block that each widget shows.
         self._shown: dict[int, int] = {}
@@ -312,9 +303,6 @@ class LogView:
         if (self._window.ranks, self._window.words) != (ranks, words):
             is_all = chosen is None and not words
             self._switch_to(self._all_ranks if is_all else LogWindow(ranks, words), state)
-        if self._is_save_asked:
-            self._is_save_asked = False
-            self._link.value = str(self._saved(chosen))
         if self._is_follow_asked:
             self._is_follow_asked = False
             old, self._scroll = self._scroll, self._make_scroll_box()
@@ -327,10 +315,10 @@ class LogView:
         (self._title.remove_class if words else self._title.add_class)("na-optional")
         return self._send_block()
 
-    # ---- clicks: they only leave a note, since they may come from another thread ----
+    # ---- clicks, which may come from another thread ----
 
     def _on_save(self) -> None:
-        self._is_save_asked = True
+        self._link.value = str(self._saved(self.chosen))
 
     def _on_follow(self) -> None:
         self._is_follow_asked = True

@@ -13,7 +13,7 @@ import ipywidgets
 from notebook_accel.launch.control.curves import Curve, LiveCurves
 from notebook_accel.launch.control.plotting import Point, metric_curves
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.comparison import Original
+from notebook_accel.notebook.comparison import NO_ORIGINAL, Original
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.charts import PAGE_SIZE, render_charts, thin_out
 from notebook_accel.render.markup import file_link
@@ -42,7 +42,7 @@ class MetricsView:
         self,
         widgets: PanelWidgets,
         read_rows: Callable[[], Sequence[Mapping[str, Any]]] = list,
-        original: Original | None = None,
+        original: Original = NO_ORIGINAL,
     ) -> None:
         self._original = original
         self._page = 0
@@ -123,15 +123,14 @@ class MetricsView:
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else 0
         points = {name: self._points(name, curve) for name, curve in charts.items()}
-        original = self._original
-        before = {} if original is None else original.points()
+        before = self._original.points()
         markup = render_charts(
             charts,
             is_log=is_log,
             smoothing=smoothing,
             num_places=num_places,
             points=points,
-            original="" if original is None else original.label,
+            original=self._original.label,
             before={name: _between(before[name], steps) for name in before},
         )
         self._charts.value = str(markup)
@@ -167,10 +166,9 @@ class MetricsView:
             (f"{name_of(prefix)}/ ({len(found)})" if prefix else f"all ({len(found)})", prefix)
             for prefix, found in self._groups.items()
         ]
-        chosen, page = self._group.value, self._page
-        # Setting the options chooses the first one, and another choice leads to the first page.
-        self._group.options = options
-        self._group.value, self._page = chosen, page
+        page = self._page
+        PanelWidgets.offer(self._group, options)
+        self._page = page  # another choice leads to the first one
         (self._group.remove_class if len(options) > 2 else self._group.add_class)("na-hidden")
 
     # ---- clicks: they only leave a note, since they may come from another thread ----

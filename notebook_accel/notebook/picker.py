@@ -16,7 +16,6 @@ import json
 import math
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import combinations
@@ -26,11 +25,11 @@ from types import FunctionType
 from typing import Any
 
 import ipywidgets
-import yaml
 from IPython.core.getipython import get_ipython
 from markupsafe import Markup
 
 from notebook_accel.config import LaunchConfig, default_config_path, given_settings, settings_of
+from notebook_accel.config.launch_config import settings_in_file
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError, LaunchError
@@ -47,34 +46,29 @@ from notebook_accel.render.markup import copyable, element, join, style_element
 # ---- The form: one row a setting, made from the setting's own type.
 
 _OPEN = ""
+_Convert = Callable[[Any], Any]
+
+
+def _classed(widget: Any, name: str) -> Any:
+    widget.add_class(name)
+    return widget
 
 
 class Row:
     """One setting in the form; ``read`` converts the widget's value to it, ``write`` back."""
 
     def __init__(
-        self,
-        name: str,
-        label: str,
-        about: str,
-        widget: Any,
-        *,
-        read: Callable[[Any], Any],
-        write: Callable[[Any], Any],
+        self, label: str, about: str, widget: Any, read: _Convert, write: _Convert
     ) -> None:
-        self.name = name
-        self.widget = widget
+        self.widget, self._about = widget, about
         self._read, self._write = read, write
         widget.tooltip = about
         widget.add_class("na-field")
         # The label belongs to the widget for a screen reader: its own description, widened by CSS.
         widget.description = label
         widget.style.description_width = "240px"
-        self._note = ipywidgets.HTML()
-        self._note.add_class("na-note")
-        self._about = about
-        self.box = ipywidgets.HBox([widget, self._note])
-        self.box.add_class("na-row")
+        self._note = _classed(ipywidgets.HTML(), "na-note")
+        self.box = _classed(ipywidgets.HBox([widget, self._note]), "na-row")
         self.say(None)
 
     @property
@@ -109,15 +103,14 @@ def _row(one: Setting) -> Row:
     label, about = one.label or one.name, f"{one.about}.".replace("``", "")
     value = one.fallback if one.default is None else one.default
     default = f"default: {one.unset or ('none' if value is None else value)}".replace("``", "")
-    read: Callable[[Any], Any]
-    write: Callable[[Any], Any]
+    read: _Convert = lambda ticked: ticked or None  # noqa: E731
+    write: _Convert = bool
     # A text is sent with each key, so that what is wrong is told while one types.
     if one.name == "env":
         widget = ipywidgets.Textarea(placeholder="NAME=value", rows=2, continuous_update=True)
         read, write = _pairs_of_lines, _lines_of_pairs
     elif one.kind is bool and one.default is False:
         widget = ipywidgets.Checkbox(indent=True)
-        read, write = (lambda ticked: ticked or None), bool
     elif one.texts or one.kind is bool:
         choices = [choice for choice in one.texts or (True, False) if choice != one.default]
         # None would mean that nothing is chosen, and be shown as an empty field.
@@ -129,7 +122,7 @@ def _row(one: Setting) -> Row:
         widget = ipywidgets.Text(placeholder=default, continuous_update=True)
         read = lambda text: one.from_text(text.strip()) if text.strip() else None  # noqa: E731
         write = _text_of
-    return Row(one.name, label, about, widget, read=read, write=write)
+    return Row(label, about, widget, read, write)
 
 
 def _text_of(value: Any) -> str:
@@ -172,7 +165,7 @@ def _strategy_row() -> Row:
     options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]
     about = "How ranks share the model and the data."
     widget = ipywidgets.Dropdown(options=options, value=())
-    return Row("strategy", "Strategy", about, widget, read=tuple, write=tuple)
+    return Row("Strategy", about, widget, tuple, tuple)
 
 
 # ---- Its texts: what a machine has, code and YAML of settings, whose row an error is.
@@ -224,22 +217,17 @@ def _expression(value: object) -> str:
 
 def _given(arguments: str) -> str:
     call = _parse(arguments)
-    parts = [ast.unparse(each) for each in call.args]
-    args = f"args=({', '.join(parts)},), " if parts else ""
-    # ``**more`` has no name of its own.
-    named = ", ".join(
-        f"{each.arg!r}: {ast.unparse(each.value)}" if each.arg else f"**{ast.unparse(each.value)}"
-        for each in call.keywords
-    )
-    return args + (f"kwargs={{{named}}}, " if named else "")
+    args = f"args={ast.unparse(ast.Tuple(call.args, ast.Load()))}, " if call.args else ""
+    # ``**more`` has no name of its own, as in a dictionary.
+    kwargs = ast.Dict([], [each.value for each in call.keywords])
+    kwargs.keys += [None if each.arg is None else ast.Constant(each.arg) for each in call.keywords]
+    return args + (f"kwargs={ast.unparse(kwargs)}, " if call.keywords else "")
 
 
 def as_yaml(config: LaunchConfig) -> str:
     """Return the settings given; a comment line if none is."""
-    settings = config.to_dict()
-    if not settings:
-        return "# every setting is at its default"
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip()
+    is_default = not config.to_dict()
+    return "# every setting is at its default" if is_default else config.to_yaml().rstrip()
 
 
 def read_arguments(
@@ -263,15 +251,6 @@ def _parse(text: str) -> ast.Call:
     return call
 
 
-def is_of_notebook(name: str, value: object) -> bool:
-    """Return whether a variable is a function that a cell defined, with a public name."""
-    return (
-        isinstance(value, FunctionType)
-        and not name.startswith("_")
-        and value.__module__ == "__main__"
-    )
-
-
 _INVALID = "Settings that make no sense have no code: change what is marked."
 _NO_CALL = "Arguments that make no sense have no code: change them."
 # What the default config file is for, which the form names first.
@@ -289,9 +268,7 @@ _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 def _folded(title: str, content: Any) -> tuple[Any, Any]:
     """Return a button and what it opens, by its style alone: Colab asks no kernel between cells."""
     button = ipywidgets.ToggleButton(description=title)
-    button.add_class("na-fold")
-    content.add_class("na-folded")
-    return button, content
+    return _classed(button, "na-fold"), _classed(content, "na-folded")
 
 
 class ConfigPicker:
@@ -330,10 +307,9 @@ class ConfigPicker:
         self._devices = ipywidgets.HTML(str(devices_line(None)))
         self._strategy = _strategy_row()
         self._message = ipywidgets.HTML()
-        self._code, self._yaml = ipywidgets.HTML(), ipywidgets.HTML()
-        for text in (self._code, self._yaml):
-            text.add_class("na-code")
-        self._path = ipywidgets.Text(description="File", continuous_update=True)
+        self._code, self._yaml = (_classed(ipywidgets.HTML(), "na-code") for _ in range(2))
+        path = str(default_config_path())
+        self._path = ipywidgets.Text(path, description="File", continuous_update=True)
         self._function = ipywidgets.Dropdown(description="Function", options=[])
         self._arguments = ipywidgets.Text(
             description="Arguments", placeholder="3e-4, epochs=2", continuous_update=True
@@ -344,12 +320,13 @@ class ConfigPicker:
             ("Load", "Take the settings of the file", self._load),
             ("Launch", "Call the function with these settings, in the background", self._launch),
         ):
-            button = ipywidgets.Button(description=name, tooltip=tooltip)
-            button.on_click(partial(self._on_click, call))
-            self._buttons[name] = button
+            self._buttons[name] = ipywidgets.Button(description=name, tooltip=tooltip)
+            self._buttons[name].on_click(partial(self._on_click, call))
         self._buttons["Launch"].button_style = "primary"
         self.box = self._lay_out()
-        self._listen()
+        fields = [row.widget for row in (*self._rows.values(), self._strategy)]
+        for widget in (*fields, self._function, self._arguments):
+            widget.observe(self._on_change, names="value")
         self.fill(config)
 
     @property
@@ -425,42 +402,25 @@ class ConfigPicker:
         for name, plugin in PLUGINS.items():
             title = ipywidgets.HTML(str(element("h4", plugin.about)))
             rows = (self._rows[_key(name, option)].box for option in plugin.options)
-            self._plugin_boxes[name] = ipywidgets.VBox([title, *rows])
-            self._plugin_boxes[name].add_class("na-plugin")
-        save = ipywidgets.HBox([self._path, self._buttons["Save"], self._buttons["Load"]])
-        start = ipywidgets.HBox([self._function, self._arguments, self._buttons["Launch"]])
-        for line in (save, start):
-            line.add_class("na-line")
+            self._plugin_boxes[name] = _classed(ipywidgets.VBox([title, *rows]), "na-plugin")
+        save, launch = self._buttons["Save"], self._buttons["Launch"]
         for widget in (self._path, self._function, self._arguments):
             widget.style.description_width = "75px"
-        style = ipywidgets.HTML(
-            style_element("picker"),
-            layout=ipywidgets.Layout(display="none"),
-        )
-        box = ipywidgets.VBox(
-            [
-                style,
-                self._devices,
-                *boxes[True],
-                self._strategy.box,
-                *self._plugin_boxes.values(),
-                *_folded("More settings", ipywidgets.VBox(boxes[False])),
-                self._code,
-                *_folded("YAML", self._yaml),
-                save,
-                start,
-                # Beside the buttons: whoever clicks there looks there.
-                self._message,
-            ]
-        )
-        box.add_class("na-picker")
-        return box
-
-    def _listen(self) -> None:
-        self._path.value = str(default_config_path())
-        fields = [row.widget for row in (*self._rows.values(), self._strategy)]
-        for widget in (*fields, self._function, self._arguments):
-            widget.observe(self._on_change, names="value")
+        parts = [
+            ipywidgets.HTML(style_element("picker"), layout={"display": "none"}),
+            self._devices,
+            *boxes[True],
+            self._strategy.box,
+            *self._plugin_boxes.values(),
+            *_folded("More settings", ipywidgets.VBox(boxes[False])),
+            self._code,
+            *_folded("YAML", self._yaml),
+            _classed(ipywidgets.HBox([self._path, save, self._buttons["Load"]]), "na-line"),
+            _classed(ipywidgets.HBox([self._function, self._arguments, launch]), "na-line"),
+            # Beside the buttons: whoever clicks there looks there.
+            self._message,
+        ]
+        return _classed(ipywidgets.VBox(parts), "na-picker")
 
     # ---- what a person does ----------------------------------------------------------------
 
@@ -513,8 +473,7 @@ class ConfigPicker:
 
     def _show_state(self) -> None:
         refusal: Exception | None = self._error
-        warning = None
-        processes = self._rows["num_processes"]
+        warning, processes = None, self._rows["num_processes"]
         if refusal is None:
             # Settings that make sense may not go together with this machine, or with a click.
             try:
@@ -530,7 +489,7 @@ class ConfigPicker:
         if self._error is None and wrong_row is None:
             wrong_row = processes
         for row in self._rows.values():
-            row.say(str(refusal) if refusal is not None and row is wrong_row else None)
+            row.say(str(refusal) if row is wrong_row and refusal is not None else None)
         if warning is not None:
             processes.say(warning, "na-warn")
         goes_on = self._goes_on
@@ -546,13 +505,10 @@ class ConfigPicker:
         self._say(f"Saved to {path}{used}", "na-fine")
 
     def _load(self) -> None:
-        # A click's own output would appear nowhere.
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            config = LaunchConfig.load(self._file)
-        self.fill(config)
-        lines = [f"Loaded from {self._file}", *(str(one.message) for one in caught)]
-        self._say(". ".join(lines), "na-warn" if caught else "na-fine")
+        settings, notices = settings_in_file(self._file)
+        self.fill(LaunchConfig(**settings))
+        lines = [f"Loaded from {self._file}", *notices]
+        self._say(". ".join(lines), "na-warn" if notices else "na-fine")
 
     @property
     def _file(self) -> Path:
@@ -563,17 +519,11 @@ class ConfigPicker:
             return
         args, kwargs = read_arguments(self._arguments.value, _namespace())
         self._say("", "na-fine")
-        self.run = launch_below(
-            _namespace()[self._function.value],
-            args,
-            kwargs,
-            config=self.config,
-            slot=self._slot,
-        )
+        function, slot = _namespace()[self._function.value], self._slot
+        self.run = launch_below(function, args, kwargs, config=self.config, slot=slot)
         typed = f"import notebook_accel; run = notebook_accel.find_run({self.run.id!r})"
-        self._say(
-            join(["Launched. To have the run in a cell: ", copyable("code", typed)]), "na-fine"
-        )
+        said = join(["Launched. To have the run in a cell: ", copyable("code", typed)])
+        self._say(said, "na-fine")
         self._show_state()
         # Another launch would take the place of this one's panel.
         self.run.add_done_callback(self._on_end)
@@ -587,7 +537,11 @@ class ConfigPicker:
         return self.run is not None and not call_of(self.run).ended.is_set()
 
     def _refresh_functions(self) -> None:
-        names = [name for name, value in _namespace().items() if is_of_notebook(name, value)]
+        names = [
+            name
+            for name, value in _namespace().items()
+            if isinstance(value, FunctionType) and value.__module__ == "__main__" and name[0] != "_"
+        ]
         chosen = self._function.value
         if list(self._function.options) != names:
             self._function.options = names
@@ -621,10 +575,8 @@ def config_picker(
         >>> picker.config.to_dict()
         {'num_processes': 2}
     """
-    if config is None:
-        return ConfigPicker(LaunchConfig())
     if isinstance(config, (str, PathLike)):
-        return ConfigPicker(LaunchConfig.load(config))
+        config = LaunchConfig.load(config)
     return ConfigPicker(LaunchConfig(**given_settings({}, config)))
 
 

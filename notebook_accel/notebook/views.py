@@ -139,6 +139,12 @@ def _number_of_cell() -> int | None:
     return number
 
 
+def _text(kernel: Any, waits: bool, is_cell: bool) -> View:
+    if kernel is None:
+        return PlainView(is_cell=is_cell)
+    return Transcript(waits=waits, is_cell=is_cell)
+
+
 def _widgets(kernel: Any, waits: bool, is_cell: bool) -> View:
     if kernel is None:
         raise ConfigError(
@@ -148,26 +154,6 @@ def _widgets(kernel: Any, waits: bool, is_cell: bool) -> View:
     return dashboard_in(kernel, waits=waits, is_cell=is_cell)
 
 
-def _text(kernel: Any, waits: bool, is_cell: bool) -> View:
-    if kernel is None:
-        return PlainView(is_cell=is_cell)
-    return Transcript(waits=waits, is_cell=is_cell)
-
-
-def _automatic(kernel: Any, waits: bool, is_cell: bool) -> View:
-    is_watched = kernel is not None and clicks.can_answer(kernel)
-    return (_widgets if is_watched else _text)(kernel, waits, is_cell)
-
-
-# Each takes the kernel in which the launcher was called, None in a terminal or plain Python.
-VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
-    "auto": _automatic,
-    "widgets": _widgets,
-    "text": _text,
-    "none": lambda *_: Unseen(),
-}
-
-
 def dashboard_in(
     kernel: Any, *, waits: bool = True, is_cell: bool = False, slot: DisplaySlot | None = None
 ) -> Dashboard:
@@ -175,6 +161,19 @@ def dashboard_in(
     way = clicks.clicks_for(kernel)
     kind = Dashboard if way.draws_between_cells else CellDashboard
     return kind(way, waits=waits, is_cell=is_cell, slot=slot)
+
+
+# Each takes the kernel in which the launcher was called, None in a terminal or plain Python.
+VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
+    "auto": lambda kernel, *how: (_widgets if _is_watched(kernel) else _text)(kernel, *how),
+    "widgets": _widgets,
+    "text": _text,
+    "none": lambda *_: Unseen(),
+}
+
+
+def _is_watched(kernel: Any) -> bool:
+    return kernel is not None and clicks.can_answer(kernel)
 
 
 def choose_view(view: str | View, *, waits: bool = True, is_cell: bool = False) -> View:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets
@@ -51,6 +51,13 @@ class PanelWidgets:
         button = self.field(ipywidgets.Button, name, about, classes=classes)
         button.on_click(lambda _: act())
         return button
+
+    @staticmethod
+    def offer(choice: Any, options: Sequence[Any]) -> None:
+        """Change what a list offers; setting its options alone would choose the first one."""
+        chosen = choice.value
+        choice.options = options
+        choice.value = chosen
 
     def close(self) -> None:
         """Close all widgets: a connecting page asks for the state of each that is open."""

@@ -208,11 +208,11 @@ def _range(points: Sequence[Point], every: Sequence[Point]) -> tuple[float, floa
 
 
 def _labels(low: float, high: float) -> tuple[str, str]:
-    digits = 4 if max(abs(low), abs(high)) >= 1000 else 3
-    texts = wording.number(low, digits), wording.number(high, digits)
-    while texts[0] == texts[1] and low != high and digits < 17:
-        digits += 1
+    texts = "", ""
+    for digits in range(4 if max(abs(low), abs(high)) >= 1000 else 3, 18):
         texts = wording.number(low, digits), wording.number(high, digits)
+        if texts[0] != texts[1] or low == high:
+            break
     return texts
 
 

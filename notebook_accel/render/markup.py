@@ -19,13 +19,8 @@ from notebook_accel.launch.text.terminal_text import plain_text
 
 # Bytes of the characters that markupsafe writes as several.
 _ESCAPED_BYTES = {"&": 5, "<": 4, ">": 4, '"': 5, "'": 5}
-# By way of a selection: pages that are not served by HTTPS have no clipboard of their own.
+# By an event: pages that are not served by HTTPS have no clipboard of their own.
 _COPY = (
-    "getSelection().selectAllChildren(this.previousElementSibling);"
-    "if(document.execCommand('copy'))this.textContent='Copied'"
-)
-# What is copied is another text than what is shown.
-_COPY_CODE = (
     "const put=e=>{e.clipboardData.setData('text/plain',this.dataset.code);e.preventDefault()};"
     "document.addEventListener('copy',put);if(document.execCommand('copy'))this.value='Copied';"
     "document.removeEventListener('copy',put)"
@@ -66,14 +61,29 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
 
 def copyable(tag: str, text: str) -> Markup:
     """Return ``text`` beside a copy button, whose script does not run in a saved notebook."""
-    button = element("button", "Copy", class_="na-copy", type="button", onclick=_COPY)
-    return join([element(tag, text), " ", button])
+    return join([element(tag, text), " ", copy_button(text, class_="na-copy")])
 
 
-def copy_button(code: str, style: str) -> Markup:
+def copy_button(code: str, **look: str) -> Markup:
     """Return a button without text between tags: sanitisers that drop the button would keep it."""
-    return element(
-        "input", type="button", value="Copy", onclick=_COPY_CODE, data_code=code, style=style
+    return element("input", type="button", value="Copy", onclick=_COPY, data_code=code, **look)
+
+
+def pick_script(item: str, text: str, choice: str) -> str:
+    """Return what picks, as a mouse's button goes down on an item, the same in a list of the panel.
+
+    Nothing depends on it: the list does the same, by the keyboard too. A click whose two halves
+    meet two drawings of the item would be none.
+
+    Args:
+        item: CSS selector of the items; ``text`` is JavaScript for the number of one, ``r``.
+        choice: CSS class of the list, whose first option is no item.
+    """
+    return (
+        f"if(event.button)return;const r=event.target.closest('{item}'),"
+        f"s=this.closest('.na-panel').querySelector('.{choice} select');"
+        f"if(r&&s){{s.selectedIndex=+{text}+1;"
+        "s.dispatchEvent(new Event('change',{bubbles:true}))}"
     )
 
 

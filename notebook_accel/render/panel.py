@@ -35,7 +35,7 @@ from notebook_accel.launch.view.summary import (
     slowest_first,
     warning_lines,
 )
-from notebook_accel.render.markup import element, join, shorten
+from notebook_accel.render.markup import element, join, pick_script, shorten
 
 # Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
 _LABEL_BYTES, _NOTICE_BYTES = 60, 600
@@ -191,15 +191,8 @@ _MEANINGS = {
     "lost peer": "it lost its connection to a rank that failed",
     "not asked": "the call is not meant for it",
 }
-# A click on a cell of the heat row picks its rank in the list above the log. Nothing depends on
-# it: the list does the same, by the keyboard too. It is done as the button goes down: the row is
-# drawn anew several times a second, and a click whose two halves meet two rows is none.
-_PICK = (
-    "if(event.button)return;const r=event.target.textContent,"
-    "s=this.closest('.na-panel').querySelector('.na-rank-filter select');"
-    "if(event.target.tagName==='I'&&s){s.selectedIndex=+r+1;"
-    "s.dispatchEvent(new Event('change',{bubbles:true}))}"
-)
+# A cell of the heat row picks its rank in the list above the log.
+_PICK = pick_script("i", "r.textContent", "na-rank-filter")
 
 
 def _ranks(state: RunState, details: Details) -> Markup:
@@ -257,34 +250,25 @@ def _row(
     shown = {"succeeded": "done"}.get(status, status)
     if status == "quiet" and rank.quiet_since is not None:
         shown = f"quiet {wording.clock(state.now() - rank.quiet_since)}"
-    bars = [_bar(rank, line, "") for line in (line, *inner)]
-    device_cells = []
+    # Where a rank waits takes the room of a bar that says nothing.
+    bar = {} if is_wide else {"bar": join(_bar(rank, line, "") for line in (line, *inner))}
+    texts = {**bar, "count": line.count, "rate": line.rate, "left": line.remaining}
+    texts["step"] = _step_of(rank)
     if _is_of_device(state):
-        use, memory = _percent(rank, rank.device_use), _memory(rank.device_memory)
-        # On a narrow page they stand for what the process takes, too.
-        device_cells = [
-            element("td", use, class_="na-c-use", title=_taken(rank)),
-            element("td", memory, class_="na-c-device", title=_taken(rank)),
-        ]
+        texts |= {"use": _percent(rank, rank.device_use), "device": _memory(rank.device_memory)}
+    texts |= {"load": _percent(rank, rank.cpu), "memory": _memory(rank.memory)}
+    # On a narrow page those of a device stand for what the process takes, too.
+    titles = dict.fromkeys(("use", "device"), _taken(rank))
+    kind_of_state = f"na-c-state {_class_of(status)}"
     return element(
         "tr",
         element("td", str(rank.rank), class_="na-c-rank"),
-        element(
-            "td",
-            shown,
-            class_=f"na-c-state {_class_of(status)}",
-            title=_MEANINGS.get(status),
-        ),
-        # Where a rank waits takes the room of a bar that says nothing.
+        element("td", shown, class_=kind_of_state, title=_MEANINGS.get(status)),
         _label(line, kind_of_label, is_wide=is_wide),
-        "" if is_wide else element("td", *bars, class_="na-c-bar"),
-        element("td", line.count, class_="na-c-count"),
-        element("td", line.rate, class_="na-c-rate"),
-        element("td", line.remaining, class_="na-c-left"),
-        element("td", _step_of(rank), class_="na-c-step"),
-        *device_cells,
-        element("td", _percent(rank, rank.cpu), class_="na-c-load"),
-        element("td", _memory(rank.memory), class_="na-c-memory"),
+        *(
+            element("td", text, class_=f"na-c-{name}", title=titles.get(name))
+            for name, text in texts.items()
+        ),
     )
 
 

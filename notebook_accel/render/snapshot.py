@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 from markupsafe import Markup
 
@@ -92,6 +92,8 @@ _BUTTON = (
     "border-radius:6px;background:none;color:inherit;cursor:pointer"
 )
 COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
+# What the run is called that another one is a clone of, or goes on with, and its curves.
+_Before: TypeAlias = tuple[str, Mapping[str, Sequence[Point]]]
 # Pages typeset "$5 or $6" as mathematics, unless a class tells them not to.
 NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
@@ -152,7 +154,7 @@ def render_snapshot(
     with_output: bool = True,
     with_displays: bool = False,
     asked_stacks: AskedStacks | None = None,
-    original: tuple[str, Mapping[str, Sequence[Point]]] | None = None,
+    original: _Before = ("", {}),
 ) -> Snapshot:
     """Return the summary of a run: ranks, notices, errors, metrics, output.
 
@@ -261,7 +263,7 @@ def _notices(state: RunState) -> Markup:
         is_kept = text.startswith(RESCUED)
         # By its id the run is found in any cell, also after another launch or a restart.
         code = f"{run_list.expression(state.run)}.rescued"
-        copy = copy_button(code, _BUTTON) if is_kept else ""
+        copy = copy_button(code, style=_BUTTON) if is_kept else ""
         lines.append(
             element("div", f"{'✓' if is_kept else '⚠'} {shorten(text, _MAX_NOTICE)}", copy)
         )
@@ -293,14 +295,11 @@ def _other_displays(state: RunState) -> Markup:
 # ---- metrics -------------------------------------------------------------------------------
 
 
-def _metrics(
-    curves: Mapping[str, Sequence[Point]],
-    original: tuple[str, Mapping[str, Sequence[Point]]] | None,
-) -> Markup:
+def _metrics(curves: Mapping[str, Sequence[Point]], original: _Before) -> Markup:
     if not curves:
         return Markup("")
     names = list(curves)
-    label, before = original or ("", {})
+    label, before = original
     drawn = {
         name: {"": curves[name], **({ORIGINAL: before[name]} if before.get(name) else {})}
         for name in names[:MAX_PLOTS]

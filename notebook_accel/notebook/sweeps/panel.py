@@ -60,10 +60,9 @@ class SweepPanel:
         self._drawn: RunState | None = None
         self._said = ""
         self._widgets = widgets = PanelWidgets(self.clicks)
-        self._title, self._about, self._notice = (
-            widgets.make(ipywidgets.HTML, classes=classes)
-            for classes in ("na-head", "na-trial-name", "")
-        )
+        self._title = widgets.make(ipywidgets.HTML, classes="na-head")
+        self._about = widgets.make(ipywidgets.HTML, classes="na-trial-name")
+        self._notice = widgets.make(ipywidgets.HTML)
         self._picker = widgets.field(
             ipywidgets.Dropdown,
             "Trial",
@@ -79,21 +78,17 @@ class SweepPanel:
             continuous_update=False,
             classes="na-search",
         )
-        act = self._on_trial
         about = "Start no further trial, and stop those that run"
         stop_all = widgets.button("Stop", about, stop, "na-stop")
-        self._stop, self._hasten, cloned, close = (
-            widgets.button(name, about, ask)
-            for name, about, ask in (
-                ("Stop trial", "Stop this trial at its next batch", lambda: act(Trial.end)),
-                ("Next", "Let this trial have the next free devices", lambda: act(Trial.hasten)),
-                (
-                    "Clone",
-                    "Add a trial with the changes typed before",
-                    lambda: act(self._add_clone),
-                ),
-                ("Close", "Show no trial", lambda: setattr(self._picker, "value", _NO_TRIAL)),
-            )
+
+        def button(name: str, about: str, act: Callable[[Trial], object]) -> Any:
+            return widgets.button(name, about, lambda: self._on_trial(act))
+
+        self._stop = button("Stop trial", "Stop this trial at its next batch", Trial.end)
+        self._hasten = button("Next", "Let this trial have the next free devices", Trial.hasten)
+        cloned = button("Clone", "Add a trial with the changes typed before", self._add_clone)
+        close = button(
+            "Close", "Show no trial", lambda _: self._picker.set_trait("value", _NO_TRIAL)
         )
         self._picker.observe(self._on_pick, names="value")
         parts = [self._about, self._stop, self._hasten, self._changes, cloned, close]
@@ -125,7 +120,9 @@ class SweepPanel:
         """Draw how the trials, in their order of values, stand."""
         self.was_clicked = False
         self._trials = trials
-        self._offer(len(trials))
+        if len(self._picker.options) != len(trials) + 1:
+            names = [(f"trial {number}", number) for number in range(len(trials))]
+            PanelWidgets.offer(self._picker, [("open a trial", _NO_TRIAL), *names])
         self._show_picked()
         self._title.value = str(
             element("div", element("div", element("b", title)), class_="na na-title")
@@ -158,14 +155,6 @@ class SweepPanel:
         self.follow()
         self._box.finish(bundle, "show() of the sweep")
         self._widgets.close()
-
-    def _offer(self, number: int) -> None:
-        if len(self._picker.options) != number + 1:
-            picked = self._picker.value
-            trials = [(f"trial {each}", each) for each in range(number)]
-            # Setting the options chooses the first one.
-            self._picker.options = [("open a trial", _NO_TRIAL), *trials]
-            self._picker.value = picked
 
     def _picked(self) -> Trial | None:
         number = self._picker.value

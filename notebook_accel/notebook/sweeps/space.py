@@ -11,12 +11,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
 from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
 from notebook_accel.text_values import shown
+
+if TYPE_CHECKING:
+    from notebook_accel.notebook.sweeps.trial import Trial
 
 _EXPECTED = (
     'expected a dictionary of lists ({"lr": [0.1, 0.01]}), a list of dictionaries, or a dictionary '
@@ -126,14 +129,15 @@ class Arguments:
             next(self._unused)
         if record.asked is None:
             return None, -1, False
-        from optuna.trial import Trial, TrialState
+        from optuna.trial import Trial as Asked
+        from optuna.trial import TrialState
 
         frozen = self.study.trials[record.asked]
         step = -1 if frozen.last_step is None else frozen.last_step
         if frozen.state.is_finished():
             return None, step, frozen.state == TrialState.PRUNED
         # A file of its own has this study alone: ids are numbers there.
-        return Trial(self.study, record.asked), step, False
+        return Asked(self.study, record.asked), step, False
 
     def give_up_others(self, records: Sequence[TrialRecord]) -> None:
         """Tell the study that trials which it was asked for, and that never began, have failed."""
@@ -146,12 +150,14 @@ class Arguments:
             if each.number not in began:
                 self.study.tell(each.number, state=TrialState.FAIL)
 
-    def should_prune(self, asked: Any) -> bool:
-        """Return whether the pruner ends a trial after its turn."""
-        if asked is None:
+    def should_prune(self, trial: Trial, *, after_turn: bool = False) -> bool:
+        """Return whether the pruner ends a trial by its newest report."""
+        if trial.asked is None:
             return False
-        frozen = self.study.get_trials(deepcopy=False)[asked.number]
-        return bool(self.study.pruner.prune(_InTurns(self.study), frozen))
+        if not after_turn:
+            return bool(trial.asked.should_prune())
+        frozen = self.study.get_trials(deepcopy=False)[trial.asked.number]
+        return bool(self.study.pruner.prune(_in_turns(self.study), frozen))
 
     def tell(self, asked: Any, value: float | None, *, pruned: bool, failed: bool) -> None:
         """Tell the study how a trial ended; a value that is not finite is a failure there."""
@@ -167,23 +173,20 @@ class Arguments:
             self.study.tell(asked, value)
 
 
-class _InTurns:
-    """A study in which trials that go on count as complete: most pruners look at no others."""
+def _in_turns(study: Any) -> Any:
+    """Return a study whose trials that go on count as complete: most pruners look at no others."""
+    from optuna.trial import TrialState
 
-    def __init__(self, study: Any) -> None:
-        self._study = study
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._study, name)
-
-    def get_trials(self, deepcopy: bool = True, states: Any = None) -> list[Any]:
-        from optuna.trial import TrialState
-
-        found = [copy(each) for each in self._study.get_trials(deepcopy=False)]
+    def get_trials(deepcopy: bool = True, states: Any = None) -> list[Any]:  # noqa: ARG001
+        found = [copy(each) for each in study.get_trials(deepcopy=False)]
         for each in found:
             if each.state == TrialState.RUNNING and each.intermediate_values:
                 each.state = TrialState.COMPLETE
         return [each for each in found if states is None or each.state in states]
+
+    seen = copy(study)
+    seen.get_trials = get_trials
+    return seen
 
 
 def _is_distribution(value: Any) -> bool:

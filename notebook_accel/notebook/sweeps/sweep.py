@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -102,8 +101,7 @@ class Sweep:
         self._running: list[Trial] = []
         self._paused: list[Trial] = []
         self._said = ""
-        self._failures: Counter[tuple[Any, ...]] = Counter()
-        self._first_error: dict[tuple[Any, ...], BaseException] = {}
+        self._failures: dict[tuple[Any, ...], list[BaseException]] = {}
         self._error: BaseException | None = None
         records = folder.trials()
         for record in records:
@@ -160,16 +158,9 @@ class Sweep:
         return best.run
 
     def _best_trial(self) -> Trial | None:
-        trials = [
-            (trial.newest, trial)
-            for trial in [*self._trials]
-            if trial.newest is not None
-            and math.isfinite(trial.newest)
-            and trial.run.status != "failed"
-        ]
-        whole = [pair for pair in trials if pair[1].status == "succeeded"]
-        choose = min if self._mode == "min" else max
-        return choose(whole or trials, key=lambda pair: pair[0], default=(None, None))[1]
+        trials = [one for one in [*self._trials] if one.has_value and one.status != "failed"]
+        whole = [trial for trial in trials if trial.status == "succeeded"]
+        return next(iter(table.in_order(whole or trials, self._mode)), None)
 
     def stop(self) -> None:
         """Start no further trial, and ask those that run to stop; return at once."""
@@ -204,16 +195,14 @@ class Sweep:
     def _wait_in_cell(self, timeout: float | None) -> bool:
         """Wait for the end, and let clicks through meanwhile; return whether it has come."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        pump = None if self._panel is None else self._panel.clicks
+        pump = clicks.ClicksAfterTheCell(None) if self._panel is None else self._panel.clicks
         try:
             while not self._ended.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
                     return False
-                if pump is not None:
-                    pump.pump()
+                pump.pump()
         finally:
-            if pump is not None:
-                pump.stop_pumping()
+            pump.stop_pumping()
         if self._panel is not None and not clicks.draws_updates(self._kernel):
             self._slot.place_anew()
         return True
@@ -325,11 +314,7 @@ class Sweep:
             of_study = None if asked is None else asked.number
             self._folder.add(TrialRecord(run_id, arguments, of_study, is_added))
         of_sweep = TrialOf(
-            sweep=self.id,
-            name=self._name,
-            number=number,
-            metric=self._metric,
-            mode=self._mode,
+            sweep=self.id, name=self._name, number=number, metric=self._metric, mode=self._mode
         )
         trial_to_launch.set((run_id, of_sweep))
         run = self._launch(arguments, devices)
@@ -368,7 +353,7 @@ class Sweep:
             if self._leases.take(trial.run.state.devices) is not None:
                 self._paused.remove(trial)
                 trial.is_next = False
-                if self._arguments.should_prune(trial.asked):
+                if self._arguments.should_prune(trial, after_turn=True):
                     self._prune(trial)
                 else:
                     # One that ends meanwhile may never answer.
@@ -396,7 +381,7 @@ class Sweep:
             trial.end_turn()
             if self._arguments.has_more or self._paused:
                 trial.pausing = call_of(trial.run).act(Action(kind="pause"))
-            elif self._arguments.should_prune(trial.asked):
+            elif self._arguments.should_prune(trial, after_turn=True):
                 self._prune(trial)
 
     def _look(self) -> None:
@@ -404,7 +389,9 @@ class Sweep:
         for trial in [*self._running]:
             # Asked before what it logged is read: nothing comes after.
             has_ended = trial.has_ended
-            if trial.read(self._metric, self._mode) and not has_ended:
+            reports = trial.read(self._metric, self._mode)
+            decided = [self._arguments.should_prune(trial) for _ in reports]
+            if any(decided) and not has_ended:
                 self._prune(trial)
             if has_ended:
                 self._running.remove(trial)
@@ -427,11 +414,10 @@ class Sweep:
             sys.stdout.write(f"trial {trial.number} ({named}): {trial.status}{value}{why}\n")
             sys.stdout.flush()
         if has_failed:
-            kind = trial.kind_of_failure()
-            self._failures[kind] += 1
-            error = self._first_error.setdefault(kind, trial.error() or RuntimeError())
-            if self._failures[kind] >= self._max_failures and self._error is None:
-                self._error = error
+            alike = self._failures.setdefault(trial.kind_of_failure(), [])
+            alike.append(trial.error() or RuntimeError())
+            if len(alike) >= self._max_failures and self._error is None:
+                self._error = alike[0]
         elif self._is_fruitless(self._max_failures) and self._error is None:
             self._error = self._never_logged()
 
@@ -464,8 +450,7 @@ class Sweep:
         parts += [f"{failed} failed"] if failed else []
         best = self._best_trial()
         if best is not None and best.newest is not None:
-            value = wording.number(best.newest)
-            parts.append(f"best {self._metric} {value} (trial {best.number})")
+            parts.append(f"best {self._metric} {wording.number(best.newest)} (trial {best.number})")
         return f"{self._name}: {', '.join(parts)}"
 
     def _notes(self) -> list[str]:

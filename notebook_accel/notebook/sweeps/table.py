@@ -14,7 +14,7 @@ from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.comparison import best_first
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.charts import HOVER_STYLE, saved_chart, sparkline
-from notebook_accel.render.markup import element, join, message_bytes, shorten
+from notebook_accel.render.markup import element, join, message_bytes, pick_script, shorten
 from notebook_accel.render.snapshot import COLOURS
 
 # Rows and columns of arguments that are shown; characters of a cell, and of an error.
@@ -24,12 +24,8 @@ _MAX_CELL = 24
 _MAX_ERROR = 80
 # Bytes of the rows that a live panel shows: with the chart it has 20 KB at most.
 _LIVE_BYTES = 9_000
-# A click on a row picks its trial in the list above, which does the same by the keyboard.
-_PICK = (
-    "if(event.button)return;const r=event.target.closest('[data-n]'),"
-    "s=this.closest('.na-panel').querySelector('.na-trial-filter select');"
-    "if(r&&s){s.selectedIndex=+r.dataset.n+1;s.dispatchEvent(new Event('change',{bubbles:true}))}"
-)
+# A row picks its trial in the list above.
+_PICK = pick_script("[data-n]", "r.dataset.n", "na-trial-filter")
 _CELL = "white-space:nowrap;text-align:left"
 _SCROLLS = "overflow:auto;max-height:420px;margin:6px 0"
 

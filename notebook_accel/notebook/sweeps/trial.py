@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,8 +60,8 @@ class Trial:
     last_step: int = -1
     _num_reports: int = 0
     _turn_began: int = 0
-    _has_new: bool = False
-    _new_since: float = 0.0
+    # When the first value of its turn came.
+    _new_since: float | None = None
 
     def __post_init__(self) -> None:
         self._tail = MetricTail(call_of(self.run).folder.path)
@@ -76,19 +77,22 @@ class Trial:
         """Whether the run has ended: it logs nothing from then on."""
         return call_of(self.run).ended.is_set()
 
-    def read(self, metric: str | None, mode: str) -> bool:
-        """Read what the trial has logged since, and report it; return whether to prune it."""
+    @property
+    def has_value(self) -> bool:
+        return self.newest is not None and math.isfinite(self.newest)
+
+    def read(self, metric: str | None, mode: str) -> Iterator[None]:
+        """Read what the trial has logged since; yield after each value that Optuna was told of."""
         call_of(self.run).metrics.flush()
-        to_prune = False
         for row in self._tail.read_new():
             self.logged[row["name"]] = None
-            if row["name"] == metric:
-                to_prune = self._add(row["value"], row["step"], mode) or to_prune
-        return to_prune
+            if row["name"] == metric and self._add(row["value"], row["step"], mode):
+                yield
 
     def _add(self, value: float, step: int | None, mode: str) -> bool:
-        self._new_since = self._new_since if self._has_new else time.monotonic()
-        self.newest, self._has_new = value, True
+        """Note a value; return whether it was reported to Optuna."""
+        self._new_since = self._new_since or time.monotonic()
+        self.newest = value
         self.curve.add(step, value)
         is_better = self.best is None or (value < self.best if mode == "min" else value > self.best)
         if math.isfinite(value) and is_better:
@@ -100,13 +104,13 @@ class Trial:
             return False
         self.last_step, self._num_reports = step, self._num_reports + 1
         self.asked.report(value, step)
-        return bool(self.asked.should_prune())
+        return True
 
     @property
     def has_had_its_turn(self) -> bool:
         """Whether it has trained its share of an epoch, and has logged a value meanwhile."""
         rank = self.run.state.ranks[0]
-        if self.turns >= self.rounds - 1 or not self._has_new:
+        if self.turns >= self.rounds - 1 or self._new_since is None:
             return False
         if rank.total_batches is None:  # maybe not told yet
             return time.monotonic() - self._new_since > _LENGTH_SECONDS
@@ -116,7 +120,7 @@ class Trial:
     def end_turn(self) -> None:
         """Count a turn, and report the newest value under its number: all trials have that."""
         self.turns += 1
-        self.last_step, self._has_new = self.turns, False
+        self.last_step, self._new_since = self.turns, None
         self._turn_began = self.run.state.ranks[0].batches
         if self.asked is not None and self.newest is not None:
             self.asked.report(self.newest, self.turns)
