@@ -44,6 +44,12 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
             f"the first argument is {_short(function)}; expected the function itself, without "
             "calling it: notebook_launcher(train, args=(...)), not notebook_launcher(train(...))"
         )
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigError(
+            f"a call of {getattr(function, '__name__', 'the function')} runs nothing by itself, "
+            "since it has `async def` or `yield`; expected a function that does the training, such "
+            "as `def train(): return asyncio.run(main())`, or `return list(main())`"
+        )
     _check_arguments(args, kwargs)
     try:
         signature = inspect.signature(function)

@@ -7,6 +7,7 @@ the launcher import it without torch.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
@@ -460,6 +461,15 @@ def untyped_storage(typed: Any) -> Any:
     """
     own = getattr(typed, "_untyped_storage", None)
     return typed.untyped() if own is None else own
+
+
+def without_iterator(loader: Any) -> Any:
+    """Return ``loader``, or a copy without the iterator that it keeps (``persistent_workers``)."""
+    if getattr(loader, "_iterator", None) is None:
+        return loader
+    copied = copy.copy(loader)
+    copied._iterator = None
+    return copied
 
 
 def is_compiled_function(function: Any) -> bool:

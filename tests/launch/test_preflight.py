@@ -62,7 +62,6 @@ def steps(lr: float) -> Any:
         (Trainer().fit, (0.1,), None),
         (print, ("anything",), {"end": ""}),
         (dict, (), {"a": 1}),
-        (steps, (0.1,), None),
         (train, (0.1,), OrderedDict(steps=2)),
     ],
 )
@@ -75,6 +74,15 @@ def test_what_a_function_returned_is_no_function(given: Any) -> None:
     with pytest.raises(ConfigError, match="without calling") as caught:
         check_call(given, (), None)
     assert repr(given) in str(caught.value)
+
+
+async def train_later() -> None: ...
+
+
+@pytest.mark.parametrize("function", [steps, train_later, partial(train_later)])
+def test_a_function_whose_call_runs_nothing(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"runs nothing by itself.*asyncio\.run"):
+        check_call(function, (0.1,), None)
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         schedulers = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
         if issubclass(kind, schedulers):
             return _reduce_scheduler
+        if issubclass(kind, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
+            return _reduce_loader
         getstate = getattr(kind, "__getstate__", None)
         if getattr(getstate, "__module__", "") == "torch.nn.utils.parametrize":
             return _reduce_parametrized
@@ -458,6 +460,11 @@ def _reduce_scheduler(scheduler: Any) -> Any:
     is_plain = len(reduced) == 5 and isinstance(reduced[2], dict)
     sets_state = hasattr(scheduler, "__setstate__")
     return (*reduced, restore_scheduler) if is_marked and is_plain and not sets_state else reduced
+
+
+def _reduce_loader(loader: Any) -> Any:
+    # A rank starts worker processes of its own; those of this process are no children of it.
+    return of_torch.without_iterator(loader).__reduce_ex__(5)
 
 
 def _reduce_script(script: Any) -> Any:
