@@ -114,6 +114,19 @@ def test_loader_workers_make_batches_of_a_dataclass_of_the_notebook(book: Notebo
     """)
 
 
+def test_a_loader_that_the_notebook_has_read_starts_its_own_workers(book: Notebook) -> None:
+    book.run("""
+        looked_at = DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)
+        first = next(iter(looked_at))
+
+        def read_again():
+            return [batch.tolist() for batch in looked_at]
+
+        assert [*launch(read_again)] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
+        assert next(iter(looked_at)).tolist() == first.tolist()
+    """)
+
+
 def test_a_kernel_that_has_threads_gradients_and_a_group_of_its_own(book: Notebook) -> None:
     book.run("""
         torch.set_num_threads(2)

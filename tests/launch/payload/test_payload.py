@@ -694,17 +694,6 @@ def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path
     assert same
 
 
-def test_a_loader_that_the_notebook_has_read_starts_its_own_workers(notebook: Notebook) -> None:
-    notebook.cell("""
-        from torch.utils.data import DataLoader
-        loader = DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)
-        first = next(iter(loader))
-        def train(): return [batch.tolist() for batch in loader]
-    """)
-    assert notebook.launch("train") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    notebook.cell("assert next(iter(loader)).tolist() == first.tolist(); del loader")
-
-
 def test_the_cells_sources_are_there(notebook: Notebook) -> None:
     notebook.cell("unused = 1")
     notebook.cell("""
