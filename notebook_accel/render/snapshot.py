@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import NotFinite
+from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.plotting import Point, metric_curves
 from notebook_accel.launch.control.run_state import RESCUED, RunState
 from notebook_accel.launch.text import wording
@@ -405,10 +406,15 @@ def _printed_alike(
             text = rank.failure.traceback.rstrip("\n")
             traceback = tuple(text.split("\n"))
             keeps = summary.condition(rank) == "lost peer"
-            is_shown = keeps or not state.error or plain_text(text) in state.error
-            if is_shown and lines[-len(traceback) :] == traceback:
-                lines = (*lines[: -len(traceback)], *traceback[-1:] * keeps)
-                total -= len(traceback) - keeps
+            is_shown = keeps or not state.error or plain_text(fold_frames(text)) in state.error
+            end = lines[-len(traceback) :]
+            # It may have begun in a line that was still open.
+            is_at_end = end[1:] == traceback[1:] and end[:1] and end[0].endswith(traceback[0])
+            if is_shown and is_at_end:
+                opened = end[0].removesuffix(traceback[0])
+                kept = (*[opened] * bool(opened), *traceback[-1:] * keeps)
+                lines = (*lines[: -len(traceback)], *kept)
+                total -= len(traceback) - len(kept)
         if total:
             alike.setdefault((lines[-max_lines:], total), []).append(rank.rank)
     culprits = {rank.rank for rank in state.ranks if summary.condition(rank) == "failed"}

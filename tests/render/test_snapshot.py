@@ -210,6 +210,27 @@ def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
     assert "before" in page.text
 
 
+def test_a_traceback_whose_frames_of_libraries_are_folded_is_shown_once() -> None:
+    library = '  File "/x/site-packages/lib/a.py", line 1, in f\n    f()\n'
+    text = (
+        f"Traceback (most recent call last):\n  Cell In[3], line 7\n{library * 3}ValueError: bad\n"
+    )
+    state = running(2)
+    for rank in range(2):
+        # Printed behind what has no line's end.
+        said = wire.Output(rank=rank, text=f"epoch 1: {text}")
+        raised = wire.Raised(
+            rank=rank, kind="exception", type_name="ValueError", text="bad", traceback=text
+        )
+        state = after(state, said, raised)
+    verdict = judge(state, is_stopped=False, lost=(), log_dir="logs")
+    state = replace(state, status=verdict.status, ended=1042.0, failure=verdict.failure)
+    for shown in (Tags(render_snapshot(state).html).text, render_snapshot(state).text):
+        assert shown.count("Cell In[3]") == shown.count("3 frames of lib") == 1
+        assert "a.py" not in shown
+        assert "epoch 1: " in shown
+
+
 def test_of_many_ranks_the_folds_are_in_one() -> None:
     lines = [wire.Output(rank=rank, text=f"line of {rank}\n" * 5) for rank in range(64)]
     html = render_snapshot(after(running(64), *lines)).html
