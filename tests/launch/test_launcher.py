@@ -279,6 +279,7 @@ def test_a_rank_that_vanishes_with_exit_code_zero_has_failed() -> None:
 
 def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log() -> None:
     def train() -> None:
+        print("epoch 1:", end=" ")
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         try:
             model(torch.ones(1, 3))
@@ -294,6 +295,7 @@ def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log() ->
     )
     assert "mat1 and mat2" in message
     assert "linear.py" not in message
+    assert run.logs(0).startswith("epoch 1: Traceback")
     for whole in (run.logs(0), caught.value.traceback):
         assert "linear.py" in whole
         assert "frames of torch" not in whole

@@ -578,6 +578,7 @@ def _raised(
         packed = payload.pack_result(None, call)
         _flush_output()
         return _returned(packed, context, call, is_none=True)
+    _flush_output()  # what the function printed stands before its error
     kind, exitcode = _classify(error)
     text = cells.name_cells(format_error(error, caller=__file__))
     hint = _hint(error, text) or _memory_report(error, context)
