@@ -207,6 +207,14 @@ def test_a_subclass_brings_its_own_parts_of_prepare() -> None:
     assert optimizer.num_steps == 2
 
 
+def test_a_block_that_names_an_optimizer_too_accumulates() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    _, model, optimizer, _ = accelerator.prepare(*parts())
+    for synchronises in (False, True):
+        with accelerator.accumulate([model], optimizer, nn.functional.mse_loss):  # type: ignore[arg-type]
+            assert accelerator.sync_gradients is synchronises
+
+
 def test_an_object_of_another_framework_is_named() -> None:
     with pytest.raises(TypeError, match="_ForeignChild of keras"):
         Accelerator(cpu=True).prepare(nn.Linear(1, 1), _ForeignChild())

@@ -185,8 +185,9 @@ class Window:
             return
         self._stack = ExitStack()
         for each in self._models:
-            for model in (each,) if isinstance(each, torch.nn.Module) else each:
-                self._stack.enter_context(self._sync(model, False))
+            for model in each if isinstance(each, (list, tuple)) else (each,):
+                if isinstance(model, torch.nn.Module):  # callers also name optimizers and losses
+                    self._stack.enter_context(self._sync(model, False))
 
     def __exit__(self, *exception: object) -> None:
         self._accumulation.inside = self._outer
