@@ -37,52 +37,20 @@ import torch.multiprocessing as mp
 
 from notebook_accel import wire
 from notebook_accel.actions.acting import Acting
-from notebook_accel.actions.ending import STAGES, Ending, Stage, StepClock
+from notebook_accel.actions.ending import STAGES, Ending, Stage
 from notebook_accel.actions.messages import Act, ActAt, Action, GoOn, Hold, PointReached
 from notebook_accel.actions.scoreboard import STOP, Scoreboard
 from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_logs import rank_logs
-from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess, Shared
+from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.system import open_files, processes, scratch
 from notebook_accel.system.memory import free_memory
 
-# ---- The last thing that an agent does: it sends the kernel all that is still to be sent.
-
-
 # How long the last messages wait for a kernel that does not read.
 _FLUSH_SECONDS = 1200.0
-
-
-def flush_to_kernel(channel: Channel, kernel: int) -> None:
-    """Write all queued messages; give up after 20 minutes, or once the kernel's process has ended.
-
-    The agent calls it last, so that results still reach a kernel that reads slowly.
-
-    Args:
-        kernel: pidfd of the kernel's process, readable once that process has ended.
-    """
-    deadline = time.monotonic() + _FLUSH_SECONDS
-    with (
-        contextlib.suppress(OSError, EOFError, ProtocolError),
-        selectors.DefaultSelector() as selector,
-    ):
-        selector.register(kernel, selectors.EVENT_READ)
-        selector.register(channel.fileno(), selectors.EVENT_READ)
-        channel.flush(block=False)
-        while not channel.is_idle and time.monotonic() < deadline:
-            # Always wait to read as well: the kernel may have to grant more credit (frames.py).
-            # Wait to write only while frames are queued, or select would return at once.
-            wanted = selectors.EVENT_WRITE if channel.num_pending else 0
-            selector.modify(channel.fileno(), selectors.EVENT_READ | wanted)
-            if any(key.fd == kernel for key, _ in selector.select(1.0)):
-                return
-            channel.drain()
-            channel.flush(block=False)
-
-
 # How late the end of a grace period is noticed; messages and ends of processes wake it at once.
 _TICK_SECONDS = 0.05
 # The kernel takes an agent that says nothing for much longer for a stopped one.
@@ -99,30 +67,25 @@ _METRICS_SECONDS = 0.1
 _MAX_METRICS = 100
 
 
-def _fork_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
-    """Fork one process per rank, without waiting until the ranks are ready for calls."""
-    ranks: list[RankProcess] = []
+def _fork_ranks(ranks: Iterable[RankProcess], unneeded: Sequence[int]) -> list[RankProcess]:
+    """Fork one process per rank, without waiting until the ranks are ready for calls.
+
+    Each rank is made after those before have been forked, which so do not inherit what is its.
+    """
+    forked: list[RankProcess] = []
     # What they share is not looked through in each of them, which would make its pages their own.
     gc.freeze()
-    for one in shared:
-        of_others = [fd for rank in ranks for fd in rank.descriptors()]
+    for rank in ranks:
+        of_others = [fd for other in forked for fd in other.descriptors()]
         process = mp.get_context("fork").Process(
             target=worker.main,
-            args=(one.inherited, (*unneeded, *of_others, one.ours.fileno())),
-            name=f"rank-{one.inherited.spec.rank}",
+            args=(rank.inherited, (*unneeded, *of_others, rank.channel.fileno())),
+            name=f"rank-{rank.rank}",
         )
         process.start()
-        ranks.append(RankProcess(one, process))
-    return ranks
-
-
-# How rank processes come about, by ``wire.Launch.start_method``.
-_START_METHODS: dict[
-    str, Callable[[], Callable[[Iterable[Shared], Sequence[int]], list[RankProcess]]]
-] = {
-    "fork": lambda: _fork_ranks,
-    "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
-}
+        rank.follow(process)
+        forked.append(rank)
+    return forked
 
 
 def main(channel: Channel, kernel: int, first: tuple[wire.Message, list[int]]) -> None:
@@ -172,7 +135,6 @@ class Agent:
         self._ending = Ending()
         self._acting = Acting(self._board, self._post_of_call)
         self._interrupted_at: float | None = None
-        self._clocks: dict[int, StepClock] = {}
         # When a polite stop began, or its point was found; and when it is said what it waits for.
         self._stopping_since = 0.0
         self._next_wait_notice = math.inf
@@ -185,9 +147,12 @@ class Agent:
         own = [self._channel.fileno(), self._kernel, self._selector.fileno()]
         if self._ports.master is not None:
             own.append(self._ports.master.fileno())
-        shared = (Shared.with_rank(one, *made_of) for one in launch.ranks)
-        start_ranks = _START_METHODS[launch.start_method]()
-        self.ranks += start_ranks(shared, own)
+        ranks = (RankProcess(one, *made_of) for one in launch.ranks)
+        if launch.start_method == "fork":
+            self.ranks = _fork_ranks(ranks, own)
+        else:
+            spawning = import_module("notebook_accel.launch.agent.spawning")
+            self.ranks = spawning.start_ranks(ranks, own)
         self._post_pids()
 
     def _post_pids(self) -> None:
@@ -196,9 +161,11 @@ class Agent:
     # ---- serve -----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Run the event loop until every rank has ended, then send the kernel all queued messages.
+        """Run the event loop until every rank has ended, and the kernel has all queued messages.
 
         Each turn forwards messages, reaps ended ranks, and reads the ranks' output and counters.
+        A kernel that does not read has 20 minutes from the end of the last rank on, so that results
+        still reach one that reads slowly.
         """
         self._watch(self._channel.fileno(), self._from_kernel)
         self._watch(self._kernel, self._kernel_gone)
@@ -207,7 +174,7 @@ class Agent:
             self._watch(rank.exit_fd, partial(self.ended.append, rank))
         # What came together with Launch was read with it: nothing would wake us for that.
         self._from_kernel()
-        while any(rank.alive for rank in self.ranks):
+        while not self._is_done():
             tick = _ACT_TICK_SECONDS if self._acting.is_awaited else _TICK_SECONDS
             for key, _ in self._selector.select(tick):
                 key.data()
@@ -220,7 +187,12 @@ class Agent:
                 # message of the kernel's, such as a stop, does not wait for a pause of each.
                 self.may_pause = False
                 time.sleep(_TICK_SECONDS / 10)
-        flush_to_kernel(self._channel, self._kernel)
+
+    def _is_done(self) -> bool:
+        if any(rank.alive for rank in self.ranks):
+            self._flushes_until = time.monotonic() + _FLUSH_SECONDS
+            return False
+        return self._channel.is_idle or time.monotonic() >= self._flushes_until
 
     def _watch(self, fd: int, act: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, act)
@@ -232,8 +204,8 @@ class Agent:
     def _tick(self) -> None:
         now = time.monotonic()
         for rank in self._in_call():
-            row, clock = rank.row, self._clocks.setdefault(rank.rank, StepClock(now))
-            clock.note((row.batches, row.steps, row.reads), now)
+            row = rank.row
+            rank.clock.note((row.batches, row.steps, row.reads), now)
         for rank in self.ranks:
             if rank.alive:
                 for message in rank.observe(now):
@@ -253,7 +225,7 @@ class Agent:
         stage = self._ending.next_stage(
             now=now,
             stuck=self._are_stuck(now, since=self._stopping_since),
-            hears=any(self._clocks[rank.rank].hears for rank in self._going_on()),
+            hears=any(rank.clock.hears for rank in self._going_on()),
             leaving=self._are_leaving(),
             all_settle=all(rank.has_started and not rank.is_dying for rank in self._in_call()),
         )
@@ -264,6 +236,12 @@ class Agent:
             self._post(wire.Alive)
         with contextlib.suppress(OSError):
             self._channel.flush(block=False)
+        # Wakes when a full socket can take more. To read is always waited for as well: the kernel
+        # may have to grant more credit (frames.py).
+        wanted = selectors.EVENT_WRITE if self._channel.num_pending else 0
+        self._selector.modify(
+            self._channel.fileno(), selectors.EVENT_READ | wanted, self._from_kernel
+        )
 
     def _going_on(self) -> list[RankProcess]:
         """Return the ranks in the call that the stop has not reached."""
@@ -289,7 +267,7 @@ class Agent:
         grace = self._ending.grace if self._ending.stage == Stage.STOP else None
         going_on = self._going_on()
         return bool(going_on) and all(
-            self._clocks[rank.rank].is_stuck(now, since=since, grace=grace) for rank in going_on
+            rank.clock.is_stuck(now, since=since, grace=grace) for rank in going_on
         )
 
     def _tell_what_stop_waits_for(self, now: float) -> None:
@@ -298,10 +276,9 @@ class Agent:
         self._next_wait_notice = math.inf
         again = "interrupts" if self._ending.stage == Stage.STOP else "ends"
         for rank in self._going_on():
-            clock = self._clocks[rank.rank]
-            is_first = clock.is_in_first_step
-            if is_first or clock.step >= _LONG_STEP_SECONDS:
-                step = "its first step" if is_first else f"a step of about {clock.step:.0f} s"
+            is_first, seconds = rank.clock.is_in_first_step, rank.clock.step
+            if is_first or seconds >= _LONG_STEP_SECONDS:
+                step = "its first step" if is_first else f"a step of about {seconds:.0f} s"
                 text = f"Stop waits: rank {rank.rank} is in {step} (Stop again {again} it)"
                 self._post_of_call(wire.Notice, text=text)
                 return
@@ -394,7 +371,6 @@ class Agent:
         self._interrupted_at = None
         self._board.reset()
         self._acting = Acting(self._board, self._post_of_call)
-        self._clocks = {}
         port = message.master_port or self._ports.master_number
         if self._has_others and self._has_rank_0:
             self._post(wire.PortReserved, call=self._call, port=port)
@@ -469,17 +445,13 @@ class Agent:
                 # and name another one.
                 stamped = msgspec.structs.replace(message, rank=rank.rank)
                 if isinstance(stamped, wire.Metric):
-                    self._gather(stamped)
+                    self._metrics.append(stamped)
+                    if len(self._metrics) >= _MAX_METRICS:
+                        self._post_metrics()
                 else:
                     self._channel.post(self._handle_rank_message(rank, stamped), fds)
             for fd in fds:
                 os.close(fd)
-
-    def _gather(self, metric: wire.Metric) -> None:
-        """Keep one logged metric until :meth:`_post_metrics` forwards it together with others."""
-        self._metrics.append(metric)
-        if len(self._metrics) >= _MAX_METRICS:
-            self._post_metrics()
 
     def _post_metrics(self) -> None:
         """Forward the gathered metrics to the kernel in one message, if there are any.
@@ -602,13 +574,6 @@ class Agent:
 
     # ---- what goes out ---------------------------------------------------------------------
 
-    def _ask_stop(self, now: float, *, interrupts: bool = False) -> None:
-        self._acting.ask_stop(now, interrupts=interrupts)
-        self._stopping_since = time.monotonic()
-        self._next_wait_notice = self._stopping_since + _WAIT_NOTICE_SECONDS
-        for clock in self._clocks.values():
-            clock.stop_asked()
-
     def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
         """Take one step of ending the call, unless it or a harder step was taken before."""
         before, now = self._ending, time.monotonic()
@@ -622,10 +587,12 @@ class Agent:
         self._carry_out(stage, now)
 
     def _carry_out(self, stage: Stage, now: float) -> None:
-        if stage == Stage.STOP:
-            self._ask_stop(now)
-        elif stage == Stage.ALIGN:
-            self._ask_stop(now, interrupts=True)
+        if stage in (Stage.STOP, Stage.ALIGN):
+            self._acting.ask_stop(now, interrupts=stage == Stage.ALIGN)
+            self._stopping_since = now
+            self._next_wait_notice = now + _WAIT_NOTICE_SECONDS
+            for rank in self.ranks:
+                rank.clock.stop_asked()
         elif stage == Stage.INTERRUPT:
             for rank in self._in_call():
                 if not self._is_aligned(rank):

@@ -1,8 +1,4 @@
-"""The agent's handle of one rank: shared memory and descriptors, state, and signals.
-
-Shared: descriptors and memory, opened before the rank's process starts and inherited by it
-RankProcess: the agent's handle of the rank once its process has started
-"""
+"""The agent's handle of one rank: shared memory and descriptors, state, and signals."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 from notebook_accel import wire
+from notebook_accel.actions.ending import StepClock
 from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
@@ -50,47 +46,32 @@ BROKEN = (
 )
 
 
-class Process(Protocol):
-    """Interface of a rank's process, as the agent uses it to wait for its end."""
+class RankProcess:
+    """The agent's handle of one rank: its process, its connection, and its part of the call.
 
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def sentinel(self) -> int: ...
-    @property
-    def exitcode(self) -> int | None: ...
-    def join(self) -> None: ...
+    Attributes:
+        inherited: what the rank's process gets from this one.
+        exit_fd: pidfd of the process, readable once the process has ended.
+        closed_at: time at which the agent found the connection closed by the rank, in monotonic
+            seconds; 0 if the connection is broken for certain (invalid bytes came, or a result
+            never did); None while it is open.
+    """
 
-
-class Starter(Process, Protocol):
-    """Interface of a process that the agent starts, whose children become the ranks (TPUs)."""
-
-    def child(self, pid: int) -> Process:
-        """Return a handle with which to wait for the end of the child with this pid."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Descriptors and memory that an agent shares with one rank, made before the rank starts."""
-
-    inherited: Inherited
-    ours: socket.socket
-    tail: FileTail
-
-    @classmethod
-    def with_rank(
-        cls,
+    def __init__(
+        self,
         spec: wire.RankSpec,
         launch: wire.Launch,
         board: Scoreboard,
         logs: RankLogs,
         ports: RunPorts,
-    ) -> Shared:
+    ) -> None:
+        """Open what the agent shares with the rank, whose process then starts."""
         ours, theirs = socket.socketpair()
-        log = logs.open(spec.rank)
-        tail = FileTail(logs.path(spec.rank))
-        tail.skip()  # the output of the attempt before, where ranks are started again
-        inherited = Inherited(
+        self.rank = spec.rank
+        self.channel = Channel(ours)
+        self.row = board.row(spec.local_rank)
+        self._stacks = os.memfd_create(f"stacks-{spec.rank}")
+        self.inherited = Inherited(
             agent_pid=os.getpid(),
             launch=launch,
             spec=spec,
@@ -98,40 +79,12 @@ class Shared:
             store_socket=ports.store,
             channel=Channel(theirs),
             board=board,
-            log=log,
-            stacks=os.memfd_create(f"stacks-{spec.rank}"),
+            log=logs.open(spec.rank),
+            stacks=self._stacks,
             asks=os.eventfd(0),
         )
-        return cls(inherited=inherited, ours=ours, tail=tail)
-
-
-class RankProcess:
-    """The agent's handle of one rank: its process, its connection, and its part of the call.
-
-    Attributes:
-        exit_fd: pidfd of the process, readable once the process has ended.
-        closed_at: time at which the agent found the connection closed by the rank, in monotonic
-            seconds; 0 if the connection is broken for certain (invalid bytes came, or a result
-            never did); None while it is open.
-    """
-
-    def __init__(self, shared: Shared, process: Process) -> None:
-        """Take over a rank whose process has started; close descriptors that only the rank needs.
-
-        Args:
-            shared: what was opened for the rank. The agent's copies of the log and of the rank's
-                end of the channel are closed.
-        """
-        assert process.pid is not None
-        inherited = shared.inherited
-        inherited.channel.close()
-        os.close(inherited.log)
-        self.rank = inherited.spec.rank
-        self.pid: int = process.pid
-        self.needed_pids: tuple[int, ...] = (process.pid,)
-        self.channel = Channel(shared.ours)
-        self.row = inherited.board.row(inherited.spec.local_rank)
-        self.exit_fd = processes.watch_exit(self.pid)
+        self._tail = FileTail(logs.path(spec.rank))
+        self._tail.skip()  # the output of the attempt before, where ranks are started again
         self.alive = True
         self.ended_by_agent = False
         self.is_in_call = False
@@ -139,10 +92,7 @@ class RankProcess:
         self.has_returned = False
         self.closed_at: float | None = None
         self._call = 0
-        self._process = process
-        self._tail = shared.tail
-        self._stacks = inherited.stacks
-        self._asks = inherited.asks
+        self.clock = StepClock(0.0)
         self._stacks_asked: float | None = None
         self._stacks_signalled = False
         self._wakes_at = 0.0
@@ -150,8 +100,22 @@ class RankProcess:
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
-        self._gauges = gauges_of(inherited.launch, inherited.spec, process.pid)
         self._sample: dict[str, Any] = {}
+
+    def follow(self, process: Any) -> None:
+        """Watch the process that has started, and close what it alone needs.
+
+        Args:
+            process: a process of ``multiprocessing``; for TPUs the leader, whose children run the
+                ranks (spawning.py).
+        """
+        self.inherited.channel.close()
+        os.close(self.inherited.log)
+        self._process = process
+        self.pid: int = process.pid
+        self.needed_pids: tuple[int, ...] = (self.pid,)
+        self.exit_fd = processes.watch_exit(self.pid)
+        self._gauges = gauges_of(self.inherited.launch, self.inherited.spec, self.pid)
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the agent's descriptors for this rank, for ranks forked later to close."""
@@ -159,7 +123,7 @@ class RankProcess:
             self.channel.fileno(),
             self.exit_fd,
             self._stacks,
-            self._asks,
+            self.inherited.asks,
             self._tail.fileno(),
             self._process.sentinel,
         )
@@ -172,12 +136,10 @@ class RankProcess:
             host: the rank whose file gets the stack traces of that process; several ranks may be
                 threads of the same process.
         """
-        starter = cast("Starter", self._process)
         with contextlib.suppress(ProcessLookupError):
             # It has died already: then the process that was started ends, too, and is watched.
             watched, self.exit_fd = self.exit_fd, processes.watch_exit(pid)
             os.close(watched)
-        self._process = starter.child(pid)
         self.needed_pids = (pid, self.pid)
         self.pid = pid
         self._stacks = host._stacks
@@ -190,19 +152,14 @@ class RankProcess:
             self._call = message.call
             self._sample = {}
             self.is_in_call = True
-            self.has_returned = False
-            self.has_started = False
+            self.has_returned = self.has_started = False
+            self.clock = StepClock(time.monotonic())
             self.send(message, fds)
 
     def end_call(self, *, has_returned: bool) -> Iterator[wire.Message]:
-        """Record the end of the rank's call; yield the rank's remaining output and last counters.
-
-        A generator: nothing happens until it is iterated.
-        """
-        self.is_in_call = False
-        self.has_returned = has_returned
-        yield from self._new_output(final=True)
-        yield from self._new_sample(time.monotonic())
+        """Record the end of the rank's call; yield its remaining output and last counters."""
+        self.is_in_call, self.has_returned = False, has_returned
+        return self._last_news()
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Send a message to the rank without blocking; do nothing if the channel is closed.
@@ -255,10 +212,13 @@ class RankProcess:
 
     def last_messages(self) -> Iterator[wire.Message]:
         """Yield the last messages about a rank whose process has ended: output and counters."""
-        yield from self._new_output(final=True)
-        yield from self._new_sample(time.monotonic())
+        yield from self._last_news()
         if self._stacks_asked is not None:
             yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
+
+    def _last_news(self) -> Iterator[wire.Message]:
+        yield from self._new_output(final=True)
+        yield from self._new_sample(time.monotonic())
 
     def _new_output(self, *, final: bool = False) -> Iterator[wire.Message]:
         try:
@@ -316,7 +276,7 @@ class RankProcess:
             self._stacks_asked = time.monotonic()
             self._stacks_grew = (0, self._stacks_asked)
             self._stacks_signalled = False
-            os.eventfd_write(self._asks, 1)
+            os.eventfd_write(self.inherited.asks, 1)
 
     def _new_stacks(self, now: float) -> Iterator[wire.Message]:
         size = os.fstat(self._stacks).st_size
@@ -371,7 +331,7 @@ class RankProcess:
         """
         # Its thread that reads the eventfd may wake in the next call: this says which one is meant.
         self.row.disconnected_call = self._call
-        os.eventfd_write(self._asks, 1)
+        os.eventfd_write(self.inherited.asks, 1)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank's process; SIGKILL goes to its descendants too.
@@ -397,10 +357,13 @@ class RankProcess:
 
         The exit code is negative for a signal, and 1 if it is unknown.
         """
-        self._process.join()
         self.alive = False
         self.is_in_call = False
         os.close(self.exit_fd)
         self.channel.close()
-        code = self._process.exitcode
-        return 1 if code is None else code
+        if self.pid == self._process.pid:
+            self._process.join()
+            code = self._process.exitcode
+        else:
+            code = self._process.exit_code_of(self.pid)
+        return 1 if code is None else int(code)

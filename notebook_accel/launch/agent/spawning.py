@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from notebook_accel import tpu, wire
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.agent.rank_process import RankProcess, Shared
+from notebook_accel.launch.agent.rank_process import RankProcess
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
 from notebook_accel.launch.worker.output import redirect
 from notebook_accel.launch.worker.threads import Host
@@ -42,51 +42,37 @@ _DEATH_SECONDS = 5.0
 _MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
 
 
-def start_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
+def start_ranks(ranks: Iterable[RankProcess], unneeded: Sequence[int]) -> list[RankProcess]:
     """Start the leader process, which starts the processes of the ranks by ``xmp.spawn``."""
-    shared = list(shared)
+    ranks = list(ranks)
     heard, told = os.pipe()
-    ours = [one.ours.fileno() for one in shared]
+    ours = [rank.channel.fileno() for rank in ranks]
     # torch_xla has a store of its own.
-    sides = [replace(one.inherited, store_socket=None) for one in shared]
-    inherited = {one.spec.rank: one for one in sides}
-    process = mp.get_context("fork").Process(
-        target=_lead, args=(inherited, told, (*unneeded, heard, *ours)), name="xla-leader"
+    inherited = {rank.rank: replace(rank.inherited, store_socket=None) for rank in ranks}
+    leader = _Leader(
+        heard, target=_lead, args=(inherited, told, (*unneeded, heard, *ours)), name="xla-leader"
     )
-    process.start()
+    leader.start()
     os.close(told)
-    leader = _Leader(process, heard)
-    return [RankProcess(one, leader) for one in shared]
+    for rank in ranks:
+        rank.follow(leader)
+    return ranks
 
 
 # ---- in the agent
 
 
-class _Leader:
-    """The agent's handle of the leader process, whose children run the ranks as threads.
+class _Leader(ForkProcess):
+    """The leader process, whose children run the ranks as threads.
 
-    It also reads the exit codes of those children from the leader's pipe: the agent cannot wait for
-    processes that are not its own children.
+    The agent reads the exit codes of those children from the leader's pipe, ``deaths``: it cannot
+    wait for processes that are not its own children.
     """
 
-    def __init__(self, process: Any, deaths: int) -> None:
-        self._process = process
+    def __init__(self, deaths: int, **how: Any) -> None:
+        super().__init__(**how)
         self._deaths = deaths
         self._exit_codes: dict[int, int] = {}
-        self.pid: int = process.pid
-        self.sentinel: int = process.sentinel
-
-    @property
-    def exitcode(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
-
-    def join(self) -> None:
-        self._process.join()
-
-    def child(self, pid: int) -> _Child:
-        """Return a handle of the leader's child with this pid; ranks are threads of that child."""
-        return _Child(self, pid)
 
     def exit_code_of(self, pid: int) -> int | None:
         """Return the exit code of a child that has ended, negative for a signal.
@@ -102,17 +88,6 @@ class _Leader:
                 return _reap(pid)
             self._exit_codes.update([_DEATH.unpack(told)])
         return self._exit_codes[pid]
-
-
-class _Child:
-    def __init__(self, leader: _Leader, pid: int) -> None:
-        self._leader = leader
-        self.pid = pid
-        self.sentinel = leader.sentinel
-        self.exitcode: int | None = None
-
-    def join(self) -> None:
-        self.exitcode = self._leader.exit_code_of(self.pid)
 
 
 def _reap(pid: int) -> int | None:

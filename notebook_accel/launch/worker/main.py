@@ -289,8 +289,6 @@ class Worker:
     def _answer(self, message: wire.BeginCall, fds: list[int]) -> int:
         self._enter_call(message)
         outcome = self.run_call(message, fds)
-        if outcome.sent is not None:
-            self._sent = outcome.sent
         self._report_imports()
         self.context.end_call()
         self.interrupts.install()
@@ -351,6 +349,7 @@ class Worker:
             call = payload.unpack_call(packed, sent_before=self._sent, take_over=self._take_over)
             if message.by_value:
                 call = replace(call, sent={})
+            self._sent = call.sent
             context.report(wire.CallStarted)
             try:
                 value = call.function(*call.args, **call.kwargs)
@@ -367,7 +366,7 @@ class Worker:
             # No interrupt is raised from here on: one that comes after the segment is made would
             # lose its descriptor.
             interrupts.end_call()
-            return _returned(packed, context, call, is_none=value is None)
+            return _returned(packed, context, is_none=value is None)
         except BaseException as error:  # the process boundary: the notebook is told of any
             interrupts.end_call()
             _end_forked_child(context, error)
@@ -513,17 +512,11 @@ def _store_port(inherited: Inherited) -> this_rank.StorePort | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a call ended in this rank, ready to be sent to the agent.
-
-    Attributes:
-        sent: the notebook's classes and functions that came with this call and earlier ones, as
-            ``UnpackedCall.sent``; None if this call could not be unpacked.
-    """
+    """How a call ended in this rank, ready to be sent to the agent."""
 
     message: wire.Returned | wire.Raised
     fds: tuple[int, ...] = ()
     exitcode: int = 0
-    sent: Mapping[int, Any] | None = None
 
 
 def _finish(context: this_rank.LaunchedContext) -> None:
@@ -549,11 +542,7 @@ def _end_forked_child(
 
 
 def _returned(
-    packed: payload.Packed,
-    context: this_rank.LaunchedContext,
-    call: payload.UnpackedCall | None,
-    *,
-    is_none: bool,
+    packed: payload.Packed, context: this_rank.LaunchedContext, *, is_none: bool
 ) -> Outcome:
     packet, fds = pack(packed)
     message = context.message(
@@ -563,7 +552,7 @@ def _returned(
         made_group=context.made_group,
         lost_group=context.lost_group,
     )
-    return Outcome(message=message, fds=fds, sent=call.sent if call is not None else None)
+    return Outcome(message=message, fds=fds)
 
 
 def _raised(
@@ -577,7 +566,7 @@ def _raised(
     if _is_success(error):
         packed = payload.pack_result(None, call)
         _flush_output()
-        return _returned(packed, context, call, is_none=True)
+        return _returned(packed, context, is_none=True)
     _flush_output()  # what the function printed stands before its error
     kind, exitcode = _classify(error)
     text = cells.name_cells(format_error(error, caller=__file__))
@@ -609,8 +598,7 @@ def _raised(
         rescued=rescued,
         made_group=context.made_group,
     )
-    sent = call.sent if call is not None else None
-    return Outcome(message=message, fds=fds, exitcode=exitcode, sent=sent)
+    return Outcome(message=message, fds=fds, exitcode=exitcode)
 
 
 def _is_success(error: BaseException) -> bool:

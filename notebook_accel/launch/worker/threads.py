@@ -68,7 +68,10 @@ class Host:
             first = self._ranks[0] if self._ranks else None
             hosted = HostedRank(inherited, first, check, self._all_told)
             self._ranks.append(hosted)
-        _streams.add(inherited.spec.rank, inherited.log)
+        log = open(inherited.log, "wb", closefd=False)  # noqa: SIM115 - for the process's life
+        _logs[inherited.spec.rank] = io.TextIOWrapper(
+            log, "utf-8", errors="replace", line_buffering=True
+        )
         self._exit_code = max(self._exit_code, hosted.serve())
 
     def finish(self) -> int:
@@ -82,7 +85,10 @@ class Host:
         enter_notebook(first.launch)
         name_rank(first)
         output.redirect(first.log, on_lost=lambda _: None)
-        _streams.install()
+        for name in ("stdout", "stderr"):
+            stream = _RankStream(getattr(sys, name))
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
         standard_input.install()
         replace_libraries()
         faulthandler.enable(file=first.stacks, all_threads=False)
@@ -184,39 +190,18 @@ class HostedRank(Worker):
         self._check()
 
 
-class _RankStreams:
-    """The log files of the ranks of this process, for a ``sys.stdout`` that all of them share."""
-
-    def __init__(self) -> None:
-        self._of_rank: dict[int, io.TextIOWrapper] = {}
-
-    def add(self, number: int, fd: int) -> None:
-        """Have what the Python code of rank ``number`` prints written to the descriptor ``fd``."""
-        file = open(fd, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
-        self._of_rank[number] = io.TextIOWrapper(
-            file, "utf-8", errors="replace", line_buffering=True
-        )
-
-    def install(self) -> None:
-        """Replace ``sys.stdout`` and ``sys.stderr`` by streams that write to the log of a rank.
-
-        For each print, that is the rank whose thread prints. ``sys.__stdout__`` and
-        ``sys.__stderr__`` are replaced, too.
-        """
-        for name in ("stdout", "stderr"):
-            stream = _RankStream(self._of_rank, getattr(sys, name))
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
+# What the Python code of each rank of this process prints into.
+_logs: dict[int, io.TextIOWrapper] = {}
 
 
 class _RankStream:
-    def __init__(self, of_rank: dict[int, io.TextIOWrapper], of_process: Any) -> None:
-        self._of_rank = of_rank
+    """A ``sys.stdout`` of all ranks of this process: each print goes to the log of its rank.
+
+    That is the rank whose thread prints; what is printed in no rank's goes to ``of_process``.
+    """
+
+    def __init__(self, of_process: Any) -> None:
         self._of_process = of_process
 
     def __getattr__(self, name: str) -> Any:
-        here = this_rank.current()
-        return getattr(self._of_rank.get(here.rank, self._of_process), name)
-
-
-_streams = _RankStreams()
+        return getattr(_logs.get(this_rank.current().rank, self._of_process), name)
