@@ -83,7 +83,7 @@ class AgentEngine(Engine):
 
     keeps_ranks = True
     start_method: ClassVar[str] = "fork"
-    """How its agents bring rank processes about, by the table of agent/agent.py."""
+    """How its agents bring rank processes about (``wire.Launch``)."""
 
     @contextmanager
     def begin(
