@@ -98,7 +98,7 @@ class CommonActions:
         """
         with held(), self._lock:
             if self._pause and self._pause_over is None and action.kind != "set":
-                return _ended(_while_paused(action))
+                return ended(_while_paused(action))
             last = self._line[-1] if self._line else None
             is_set = action.kind == "set"
             if last is not None and is_set and last.action.kind == "set" and not last.number:
@@ -112,25 +112,21 @@ class CommonActions:
     def go_on(self) -> Future[None]:
         """End the pause; the future says when all ranks train again."""
         with held(), self._lock:
+            if not self._pause:
+                return ended(None)
             if self._pause_over is None:
                 self._pause_over = Future()
-                if self._pause:
-                    self._send(GoOn, number=self._pause)
-                else:
-                    _end(self._pause_over)
-            future = self._pause_over
-            if not self._pause:
-                self._pause_over = None
-            return future
+                self._send(GoOn, number=self._pause)
+            return self._pause_over
 
     def note_stop(self) -> None:
         """Take no further action: the call is being stopped."""
         with held(), self._lock:
             self._is_stopping = True
-            waiting, self._line = self._line, [one for one in self._line if one.number]
+            waiting = [one for one in self._line if not one.number]
+            self._line = [one for one in self._line if one.number]
             for asked in waiting:
-                if not asked.number:
-                    _end(asked.done, RuntimeError("the run is being stopped"))
+                _end(asked.done, RuntimeError("the run is being stopped"))
 
     # ---- what the pool tells ------------------------------------------------------------------
 
@@ -250,7 +246,8 @@ def _end(future: Future[None], error: Exception | None = None) -> None:
             future.set_exception(error)
 
 
-def _ended(error: Exception | None) -> Future[None]:
+def ended(error: Exception | None) -> Future[None]:
+    """Return a future that is done, or has failed with ``error``."""
     future: Future[None] = Future()
     _end(future, error)
     return future

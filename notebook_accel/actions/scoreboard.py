@@ -116,12 +116,8 @@ def meet_after(answers: Iterable[Passed]) -> Point:
 
 
 def _right_after(answers: Sequence[Passed]) -> Point:
-    return Point(
-        batches=1 + max((one.batches for one in answers), default=0),
-        reads=1 + max((one.reads for one in answers), default=0),
-        begun=1 + max((one.begun for one in answers), default=0),
-        saves=1 + max((one.saves for one in answers), default=0),
-    )
+    passed = {name: max((getattr(one, name) for one in answers), default=0) for name in _COUNTERS}
+    return Point(**{name: count + 1 for name, count in passed.items()})
 
 
 class RankRow(ctypes.Structure):
@@ -207,10 +203,12 @@ class Scoreboard:
         self._content = 8 * _HEADER + num_ranks * ctypes.sizeof(RankRow)
         self._memory = mmap.mmap(-1, self._content + MAX_CONTENT)
         self._view = memoryview(self._memory)[: self._content].cast("q")
+        places = range(8 * _HEADER, self._content, ctypes.sizeof(RankRow))
+        self._rows = [RankRow.from_buffer(self._memory, place) for place in places]
         self.reset()
 
     def row(self, local_rank: int) -> RankRow:
-        return RankRow.from_buffer(self._memory, 8 * _HEADER + local_rank * ctypes.sizeof(RankRow))
+        return self._rows[local_rank]
 
     # ---- what the agent does ---------------------------------------------------------------
 
@@ -219,8 +217,7 @@ class Scoreboard:
 
         The agent calls it while no rank is in a call, so that no other process writes meanwhile.
         """
-        for index in range(len(self._view)):
-            self._view[index] = 0
+        self._memory[: self._content] = bytes(self._content)
         self._view[_OTHERS_ENDED] = not self._has_others
 
     def note_others_ended(self) -> None:
@@ -253,7 +250,7 @@ class Scoreboard:
                 all ranks act one count later, which is correct too.
         """
         is_stop = self._view[_ASKED] == STOP
-        rows = self._rows_in_call() if is_stop else [*map(self.row, range(self.num_ranks))]
+        rows = self._rows_in_call() if is_stop else self._rows
         highest = {}
         for counter in _COUNTERS:
             counts = []
@@ -295,10 +292,9 @@ class Scoreboard:
 
     def num_done(self, number: int) -> int | None:
         """Return how many ranks have done the action; None while a rank in the call has not."""
-        rows = [self.row(rank) for rank in range(self.num_ranks)]
-        if any(row.done < number and not row.call_over for row in rows):
+        if any(row.done < number and not row.call_over for row in self._rows):
             return None
-        return sum(row.done >= number for row in rows)
+        return sum(row.done >= number for row in self._rows)
 
     def go_on(self, number: int) -> None:
         """End the pause of this number. Called by the agent."""
@@ -310,16 +306,14 @@ class Scoreboard:
         return sum(row.paused for row in self._rows_in_call())
 
     def _rows_in_call(self) -> list[RankRow]:
-        rows = map(self.row, range(self.num_ranks))
-        return [row for row in rows if not row.call_over]
+        return [row for row in self._rows if not row.call_over]
 
     # ---- what a rank does ------------------------------------------------------------------
 
     @property
     def all_ended(self) -> bool:
         """Whether every rank of the run, on all machines, has ended its part of the call."""
-        rows = map(self.row, range(self.num_ranks))
-        return bool(self._view[_OTHERS_ENDED]) and all(row.call_over for row in rows)
+        return bool(self._view[_OTHERS_ENDED]) and all(row.call_over for row in self._rows)
 
     @property
     def asked(self) -> int:

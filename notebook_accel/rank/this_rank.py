@@ -56,6 +56,10 @@ class DeviceMemory(NamedTuple):
     limit: int = 0
 
 
+# Returns the memory of a device, or None if unknown.
+MemoryReader = Callable[[], DeviceMemory | None]
+
+
 class Training(Protocol):
     """Protocol of a training whose state can be saved when the run is stopped."""
 
@@ -203,10 +207,7 @@ class RankContext:
         """
 
     def count_step(
-        self,
-        device_memory: Callable[[], DeviceMemory | None] | None = None,
-        *,
-        skipped: bool = False,
+        self, device_memory: MemoryReader | None = None, *, skipped: bool = False
     ) -> None:
         """Count a step of a prepared optimizer that has ended; a no-op in this base class.
 
@@ -464,10 +465,7 @@ class LaunchedContext(RankContext):
         self._is_stepping = True
 
     def count_step(
-        self,
-        device_memory: Callable[[], DeviceMemory | None] | None = None,
-        *,
-        skipped: bool = False,
+        self, device_memory: MemoryReader | None = None, *, skipped: bool = False
     ) -> None:
         row = self._row
         self._is_stepping = False

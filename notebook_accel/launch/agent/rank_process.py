@@ -75,7 +75,6 @@ class RankProcess:
             agent_pid=os.getpid(),
             launch=launch,
             spec=spec,
-            master_port=ports.master_number,
             store_socket=ports.store,
             channel=Channel(theirs),
             board=board,

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib import import_module
@@ -161,14 +162,9 @@ def _serve_failing(error: Exception) -> None:
     def fail() -> None:
         raise error
 
-    threads = [
-        threading.Thread(target=_host.serve, args=(inherited, len(_inherited), fail))
-        for inherited in _inherited.values()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(_inherited)) as threads:
+        for inherited in _inherited.values():
+            threads.submit(_host.serve, inherited, len(_inherited), fail)
 
 
 class _HostProcess(ForkProcess):

@@ -324,7 +324,7 @@ class RankCall(Call):
             # Once every rank has ended its part, a stop only hurries the exit of the processes: the
             # call keeps its result.
             # Of one that failed and may begin again, there is more to come.
-            has_result = self.is_over and (self._start_again is None or self.ended_well)
+            has_result = self.is_over and (self._start_again is None or self.state.ended_well)
             self._is_stopped = self._is_stopped or not has_result
             if self.state.status in ("starting", "running", "paused"):
                 self.state = replace(self.state, status="stopping")
@@ -456,10 +456,6 @@ class RankCall(Call):
     @property
     def is_over(self) -> bool:
         return all(rank.has_ended for rank in self.state.ranks)
-
-    @property
-    def ended_well(self) -> bool:
-        return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
         if isinstance(message, wire.Returned) and message.rank is not None:

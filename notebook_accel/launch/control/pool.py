@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import msgspec
 
 from notebook_accel import wire
-from notebook_accel.actions.common_actions import CommonActions
+from notebook_accel.actions.common_actions import CommonActions, ended
 from notebook_accel.actions.messages import Action
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink, LostAgent
@@ -66,8 +66,6 @@ class RunningCall(Protocol):
 
     @property
     def is_over(self) -> bool: ...
-    @property
-    def ended_well(self) -> bool: ...
     def begin(self, number: int) -> None: ...
     def take(self, message: wire.Message, fds: Sequence[int]) -> None: ...
     def lose(self, ranks: Sequence[int]) -> None: ...
@@ -277,11 +275,7 @@ class RankPool:
         with held(), self._lock:
             actions = self._actions if self._is_in(call) else None
         # Not under the lock: what asks takes locks of its own, and then sends.
-        if actions is not None:
-            return actions.ask(action)
-        ended: Future[None] = Future()
-        ended.set_exception(RuntimeError(_HAS_ENDED))
-        return ended
+        return actions.ask(action) if actions else ended(RuntimeError(_HAS_ENDED))
 
     def go_on(self) -> Future[None]:
         """End the pause of the call; the future says when all ranks train again."""
@@ -568,7 +562,7 @@ class RankPool:
             # With the call ends what was asked about it: no agent owes an answer any more.
             self._kill_asked = None
             self._end_asked = None
-            if not call.ended_well:
+            if not call.state.ended_well:
                 # A rank that left its loop early, or was interrupted in a collective, may have
                 # the group in a state that the others do not share.
                 self._group_generation += 1

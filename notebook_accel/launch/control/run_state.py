@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, singledispatch
+from functools import partial, singledispatch
 from typing import Any, TypeVar
 
 from notebook_accel import wire
@@ -341,13 +341,8 @@ def _change_rank(
 
 def _own_fields(message: wire.Message) -> dict[str, Any]:
     """Return the fields that a message's class adds to ``wire.Message``, as a dict."""
-    return {name: getattr(message, name) for name in _names_of_own_fields(type(message))}
-
-
-@cache
-def _names_of_own_fields(kind: type[wire.Message]) -> tuple[str, ...]:
-    head = wire.Message.__struct_fields__
-    return tuple(name for name in kind.__struct_fields__ if name not in head)
+    own = message.__struct_fields__[len(wire.Message.__struct_fields__) :]
+    return {name: getattr(message, name) for name in own}
 
 
 @singledispatch
@@ -585,17 +580,8 @@ def apply_to_processes(
         return tuple(replace(one, pid=pids.get(one.rank, one.pid)) for one in processes)
     if not isinstance(message, (wire.RankReady, wire.RankEnded)):
         return processes  # thousands a second
-    if message.rank is None or not 0 <= message.rank < len(processes):
-        return processes
-    process = processes[message.rank]
-    if isinstance(message, wire.RankReady):
-        process = replace(process, status="ready")
-    else:
-        process = replace(
-            process,
-            status="ended",
-            exitcode=message.exitcode,
-            signal=message.signal,
-            ended_by_agent=message.ended_by_agent,
-        )
-    return (*processes[: message.rank], process, *processes[message.rank + 1 :])
+    fields: dict[str, Any] = {"status": "ready"}
+    if isinstance(message, wire.RankEnded):
+        how = {"exitcode": message.exitcode, "signal": message.signal}
+        fields = {"status": "ended", "ended_by_agent": message.ended_by_agent, **how}
+    return tuple(replace(one, **fields) if one.rank == message.rank else one for one in processes)

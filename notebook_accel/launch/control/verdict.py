@@ -23,7 +23,7 @@ import os
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -57,7 +57,7 @@ _HOLDS_MEMORY = re.compile(r"\bProcess (\d+) has \S+ \S+ memory in use")
 
 def hint_lines(rank: RankState) -> list[str]:
     """Return advice on a rank's failure as lines of the error message; [] if none fits."""
-    texts = [hint(rank) for hint in _HINTS]
+    texts = _mismatch(rank), _memory_of_kernel(rank)
     return [line for text in texts if text for line in ("", text)]
 
 
@@ -81,9 +81,6 @@ def _memory_of_kernel(rank: RankState) -> str:
         f"Process {own} is this notebook's own kernel: delete the tensors that it has on the "
         "device and call torch.cuda.empty_cache(), or restart it, then launch again"
     )
-
-
-_HINTS: tuple[Callable[[RankState], str], ...] = (_mismatch, _memory_of_kernel)
 
 
 # Lines of output that the error shows of a rank that died without an exception.

@@ -62,17 +62,10 @@ class WaitingPool(RankPool):
             for fd in self._fds:
                 os.close(fd)
 
-    def stop(self, *, call: int, grace: float | None) -> None:
+    def stop(self, **_asked: Any) -> None:
         self._is_stopped = True
 
-    def interrupt(self, *, call: int) -> None:
-        self._is_stopped = True
-
-    def terminate(self, *, call: int) -> None:
-        self._is_stopped = True
-
-    def kill(self, *, call: int = 0) -> None:
-        self._is_stopped = True
+    interrupt = terminate = kill = stop
 
     def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
         return []

@@ -117,7 +117,7 @@ def display(
         is_place = raw and name
         if data or is_place:
             _outbox.send(data, name, is_update=update)
-    return _handle(name) if name else None
+    return import_module("IPython.display").DisplayHandle(name) if name else None
 
 
 def clear_output(wait: bool = False) -> None:
@@ -170,12 +170,10 @@ class _Outbox:
             sys.stdout.write(
                 f"{text} (not shown: {megabytes:.1f} MB, the limit is {limit:.0f} MB)\n"
             )
-        elif self._waits_after_clear(data, display_id, is_update=is_update):
-            # Before its turn it waits as an update does.
+        elif self._waits(data, display_id, is_update=is_update):
+            # Before its turn it waits for the next that waits, or for the end of the call.
             if time.monotonic() >= self._turn:
                 self.send_waiting()
-        elif is_update and display_id in self._sent:
-            self._replace(data, display_id)
         elif not self._bucket.try_take():
             sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
         else:
@@ -184,14 +182,18 @@ class _Outbox:
                 self._waiting.pop(display_id, None)
                 self._send_new(context, data, display_id)
 
-    def _waits_after_clear(self, data: dict[str, str], display_id: str, *, is_update: bool) -> bool:
+    def _waits(self, data: dict[str, str], display_id: str, *, is_update: bool) -> bool:
+        """Keep what takes the place of something until its turn; return whether this does."""
         with self._lock:
             if self._clears_next:
                 self._clears_next, self._after_clear = False, []
-            if self._after_clear is None:
+            if self._after_clear is not None:
+                others = (one for one in self._after_clear if not is_update or one[1] != display_id)
+                self._after_clear = [*others, (data, display_id)][-_BURST:]
+            elif is_update and display_id in self._sent:
+                self._waiting[display_id] = data
+            else:
                 return False
-            others = [one for one in self._after_clear if not (is_update and one[1] == display_id)]
-            self._after_clear = [*others, (data, display_id)][-_BURST:]
             return True
 
     def _send_new(
@@ -212,13 +214,6 @@ class _Outbox:
                 self._waiting.clear()
                 self._after_clear = []
                 context.report(wire.Displayed, data={}, clears=True)
-
-    def _replace(self, data: dict[str, str], display_id: str) -> None:
-        with self._lock:
-            self._waiting[display_id] = data
-        # Before its turn it waits for the next update, or for the end of the call.
-        if time.monotonic() >= self._turn:
-            self.send_waiting()
 
     def end_call(self) -> None:
         self.send_waiting()
@@ -259,10 +254,6 @@ def flush() -> None:
 
 def _size(data: Mapping[str, str]) -> int:
     return sum(map(len, data.values()))
-
-
-def _handle(display_id: str) -> Any:
-    return import_module("IPython.display").DisplayHandle(display_id)
 
 
 def mime_bundle(value: Any) -> dict[str, str]:

@@ -102,9 +102,10 @@ def _abort_groups() -> bool:
     return not _aborting.is_alive()
 
 
-# One entry for each process group that this process has made, or is making: the names of the
-# sockets that there were before, and of those that it opened (None while it is being made).
-_made: list[tuple[set[str], set[str] | None]] = []
+# The names of the sockets that process groups of this process have opened.
+_of_groups: set[str] = set()
+# For each group that is being made now: the sockets that there were before.
+_before: list[dict[str, int]] = []
 
 
 @contextlib.contextmanager
@@ -115,12 +116,12 @@ def noting_sockets() -> Iterator[None]:
     collective waits, to ranks on this machine or another; :func:`disconnect` shuts them down.
     """
     before = _sockets()
-    _made.append((set(before), None))
-    index = len(_made) - 1
+    _before.append(before)
     try:
         yield
     finally:
-        _made[index] = set(), set(_sockets()) - set(before)
+        _of_groups.update(_sockets().keys() - before.keys())
+        _before.remove(before)
 
 
 def _sockets() -> dict[str, int]:
@@ -168,10 +169,7 @@ def _disconnect_groups(store_ports: set[int]) -> None:
 
 def _is_of_group(name: str) -> bool:
     """Whether the socket of this name was opened while torch made a process group."""
-    return any(
-        name in (opened or ()) or (opened is None and name not in before)
-        for before, opened in _made
-    )
+    return name in _of_groups or any(name not in before for before in _before)
 
 
 def _shut_down(end: socket.socket) -> None:

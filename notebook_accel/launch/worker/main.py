@@ -124,7 +124,6 @@ class Inherited:
     agent_pid: int
     launch: wire.Launch
     spec: wire.RankSpec
-    master_port: int
     store_socket: socket.socket | None
     channel: Channel
     board: Scoreboard
@@ -393,7 +392,7 @@ class Worker:
             knobs=message.knobs,
         )
         self.row.is_asynchronous = groups.are_asynchronous()
-        for line in torch_fixes.untold():
+        if line := torch_fixes.untold():
             self.context.notice(line)
         if not message.last:
             groups.outlive_failed_collectives()
@@ -447,7 +446,10 @@ def replace_libraries() -> None:
 
 
 def name_rank(inherited: Inherited) -> None:
-    """Set RANK, WORLD_SIZE, MASTER_PORT and the like in the environment of this process."""
+    """Set RANK, WORLD_SIZE and the like in the environment of this process.
+
+    MASTER_PORT comes with each call.
+    """
     launch = inherited.launch
     os.environ.update(inherited.spec.environment)
     os.environ.update(
@@ -456,7 +458,6 @@ def name_rank(inherited: Inherited) -> None:
             "LOCAL_RANK": str(inherited.spec.local_rank),
             "WORLD_SIZE": str(launch.world_size),
             "LOCAL_WORLD_SIZE": str(len(launch.ranks)),
-            "MASTER_PORT": str(inherited.master_port),
             "NOTEBOOK_ACCEL_RUN": launch.run,
         }
     )
@@ -501,10 +502,7 @@ def _store_port(inherited: Inherited) -> this_rank.StorePort | None:
     if bound is None:
         return None
     host, port = bound.getsockname()
-    if inherited.spec.rank == 0:
-        return this_rank.StorePort(host, port, bound)
-    bound.close()
-    return this_rank.StorePort(host, port, None)
+    return this_rank.StorePort(host, port, bound)
 
 
 # ---- one call ------------------------------------------------------------------------------

@@ -158,18 +158,17 @@ class HostedRank(Worker):
     ) -> None:
         row = inherited.board.row(inherited.spec.local_rank)
         super().__init__(inherited, _ThreadInterrupts(row))
-        self._first = first
-        if first is not None:  # the file that the agent reads
-            self._stacks = first._stacks
+        self._first = first or self
+        self._stacks = self._first._stacks  # the file that the agent reads
         self._check = check
         self._all_told = all_told
 
     def _enter(self) -> None:
         # Threads of the user's have no context of a rank: they get the first one's.
-        this_rank.enter(self.context, whole_process=self._first is None)
+        this_rank.enter(self.context, whole_process=self._first is self)
 
     def _where(self) -> dict[str, int]:
-        return {"pid": os.getpid(), "host": (self._first or self).context.rank}
+        return {"pid": os.getpid(), "host": self._first.context.rank}
 
     def _enter_call(self, message: wire.BeginCall) -> None:
         super()._enter_call(message)

@@ -23,21 +23,20 @@ from notebook_accel.rank.this_rank import StorePort, current
 _missing: list[str] = []
 
 
-def untold() -> list[str]:
-    """Return a list with one line for the user: the patches that do not apply to this torch.
+def untold() -> str:
+    """Return a line for the user: the patches that do not apply to this torch.
 
-    The list is empty if all apply, or if an earlier call has returned the line.
+    "" if all apply, or if an earlier call has returned the line.
     """
     found, _missing[:] = "; ".join(_missing), []
     if not found:
-        return []
+        return ""
     version = sys.modules["torch"].__version__
-    line = (
+    return (
         f"torch {version} lacks what notebook_accel replaces in it, or has it with other "
         f"parameters, so that ranks run without: {found}. Update notebook_accel, or install an "
         "older torch"
     )
-    return [line]
 
 
 def _is_on() -> bool:

@@ -58,7 +58,6 @@ def new_worker() -> Worker:
         agent_pid=os.getpid(),
         launch=launch,
         spec=ranks[0],
-        master_port=0,
         store_socket=None,
         channel=Channel(theirs),
         board=board,
