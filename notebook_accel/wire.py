@@ -225,7 +225,7 @@ class Raised(Message, frozen=True, kw_only=True):
     kind: str
     type_name: str
     text: str
-    traceback: str
+    traceback: str = ""
     exitcode: int = 1
     pickled: bytes | None = None
     rescued: Packet | None = None

@@ -87,7 +87,6 @@ def serve(fd: int) -> None:
             kind="exception",
             type_name=type(error).__name__,
             text=str(error),
-            traceback="",
             pickled=pack_exception(error),
         )
         with contextlib.suppress(OSError):

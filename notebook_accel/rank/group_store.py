@@ -96,16 +96,11 @@ def _await_listener(address: str, port: int, timeout: timedelta) -> None:
 
 def _listen(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Connections of an earlier run may linger on a port that is used again.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
+        # With SO_REUSEADDR: connections of an earlier run may linger on a port that is used again.
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:  # whose text has the address
         raise ConfigError(
-            f"MASTER_PORT={port} cannot be listened on at {address} ({error.strerror}): "
+            f"MASTER_PORT={port} cannot be listened on ({error.strerror}): "
             "another program has it; set a free one"
         ) from error
-    return listener

@@ -432,7 +432,6 @@ class Agent:
             kind="exception",
             type_name="ConnectionError",
             text=f"it {BROKEN}",
-            traceback="",
         )
         self._channel.post(self._handle_rank_message(rank, raised))
 

@@ -583,9 +583,7 @@ class RankCall(Call):
     ) -> bool:
         """Restart the ranks if the call failed and a restart is left; return whether it did."""
         with self._state_lock:
-            state = self.state
-            folder = str(self.folder.path)
-            verdict = judge(state, is_stopped=self._is_stopped, lost=lost, log_dir=folder)
+            state, verdict = self.state, self._judged(lost)
         most, number = self.config.max_restarts, self._num_restarts + 1
         if verdict.failure is None or self._is_stopped or number > most:
             return False
@@ -640,35 +638,34 @@ class RankCall(Call):
                 self.state, status="failed", ended=self.state.now(), failure=failure
             )
 
+    def _judged(self, lost: Sequence[LostAgent]) -> Verdict:
+        folder = str(self.folder.path)
+        return judge(self.state, is_stopped=self._is_stopped, lost=lost, log_dir=folder)
+
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
         """Set the final state by the verdict; save this state and the rescued training state."""
         self.metrics.flush()
         self.metrics.close()
-        verdict = self._verdict or judge(
-            self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self.folder.path)
-        )
+        verdict = self._verdict or self._judged(lost)
         state = replace(
             self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
         )
-        lines = [self.metrics.lost_notice] if self.metrics.lost_notice else []
         results, advised = self.results, self._advised
+        assert results is not None, "nothing comes after the end"
         # Results may be large, and what advice needs holds objects of the notebook: from here on
         # only the run's handle keeps results.
         self.results = self._advised = None
-        lines += results.lost if results is not None else ()
+        lines = [self.metrics.lost_notice, *results.lost]
         lines += closing_advice(self.state, advised) if advised is not None else ()
-        for line in lines:
+        if len({state.ranks[rank].steps for rank in results.rescued_from}) > 1:
+            results.drop_rescued()
+            lines.append("what was being trained is not kept: the ranks were within a step")
+        for line in filter(None, lines):
             state = apply(wire.Notice(text=line), state)
-        if results is not None:
-            if len({state.ranks[rank].steps for rank in results.rescued_from}) > 1:
-                results.drop_rescued()
-                text = "what was being trained is not kept: the ranks were within a step"
-                state = apply(wire.Notice(text=text), state)
-            results.end_call()
-        has_rescued = results is not None and results.has_rescued
-        state = replace(state, has_rescued=has_rescued)
+        results.end_call()
+        state = replace(state, has_rescued=results.has_rescued)
         lost_notice = self.folder.save(state)
-        if results is not None and has_rescued:
+        if results.has_rescued:
             unsaved = self.folder.save_rescued(results)
             loss = f". A restart loses {unsaved}: save it before" if unsaved else ""
             self.rescued_as = f"{self.handle().rpartition('notebook_accel.')[2]}.rescued{loss}"

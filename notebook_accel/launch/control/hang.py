@@ -76,11 +76,6 @@ class RankStack:
     is_idle: bool
     text: str = ""
 
-    @property
-    def place(self) -> str:
-        """Where the rank is, for the message: "at Cell In[3], line 9", or "silent"."""
-        return f"at {self.own_line}" if self.own_line else "silent"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
@@ -242,7 +237,8 @@ def find_hang(
         if stack.operation:
             waiting.setdefault((stack.operation, stack.own_line), []).append(stack.rank)
         elif stack.rank not in held:
-            others.setdefault(stack.place, []).append(stack.rank)
+            place = f"at {stack.own_line}" if stack.own_line else "silent"
+            others.setdefault(place, []).append(stack.rank)
     is_alone = len(waiting) == 1 and not (others or held or ended or difference)
     is_slow = is_alone and silent < _SLOW_SECONDS
     if is_slow or not (waiting or held):

@@ -68,9 +68,8 @@ class Host:
             first = self._ranks[0] if self._ranks else None
             hosted = HostedRank(inherited, first, check, self._all_told)
             self._ranks.append(hosted)
-        log = open(inherited.log, "wb", closefd=False)  # noqa: SIM115 - for the process's life
-        _logs[inherited.spec.rank] = io.TextIOWrapper(
-            log, "utf-8", errors="replace", line_buffering=True
+        _logs[inherited.spec.rank] = open(  # noqa: SIM115 - for the life of the process
+            inherited.log, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False
         )
         self._exit_code = max(self._exit_code, hosted.serve())
 
