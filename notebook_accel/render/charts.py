@@ -61,11 +61,14 @@ _MAX_POINTS_SHARED = 540
 _GRID = 14, 5
 # Up to so many have room for the values of all of them on hover.
 _MAX_SAID, _MAX_NAME = 4, 16
+# Characters of a curve's label on hover, of which a chart has dozens.
+_MAX_LABEL = 40
 # Two clicks in a chart write a range of steps into the field above the charts.
 _ZOOM = Path(__file__).with_name("zoom.js").read_text().partition("\n\n")[2].replace("\n", "")
-# What lies below the pointer in a saved chart that is drawn anew all the time.
+# Of a saved chart that is drawn anew all the time; also what lies below the pointer in it.
 HOVER_STYLE = Markup(
-    "<style>[data-said]:hover{background:rgba(128,128,128,.18)}"
+    "<style>.na-drawn path{vector-effect:non-scaling-stroke}"
+    "[data-said]{flex:1}[data-said]:hover{background:rgba(128,128,128,.18)}"
     "[data-said]:hover::after{content:attr(data-said);position:absolute;z-index:1;top:100%;left:0;"
     "right:0;font-size:11px;line-height:14px;text-align:right;white-space:normal;background:"
     "var(--jp-layout-color0,var(--vscode-editor-background,Canvas))}</style>"
@@ -120,10 +123,14 @@ class _Drawn:
         longest = max(map(len, self.labels.values()), default=0)
         return max(_LEFT, round(longest * _LABEL_CHARACTER) + 8)
 
-    def box(self, **attributes: str | float) -> Markup:
-        """Return an ``<svg>`` that stretches with the page while its line keeps its width."""
+    def box(self, *, has_style: bool, **attributes: str | float) -> Markup:
+        """Return an ``<svg>`` that stretches with the page while its line keeps its width.
+
+        With ``has_style`` a style sheet says the latter.
+        """
+        effect = None if has_style else "non-scaling-stroke"
         lines = [
-            element("path", d=path, vector_effect="non-scaling-stroke", **look)
+            element("path", d=path, vector_effect=effect, **look)
             for path, look in self.paths
             if path
         ]
@@ -266,7 +273,7 @@ def saved_chart(
     if drawn.first != drawn.last:
         first = _text(wording.count(drawn.first), 0, foot, "start")
         steps = [first, _text(end, "100%", foot, "end")]
-    box = drawn.box(width="100%", height=_BOX)
+    box = drawn.box(has_style=is_live, width="100%", height=_BOX)
     draw = partial(_picture, is_live=is_live)
     rest = f"width:calc(100% - {drawn.left}px)"
     images = [
@@ -277,19 +284,20 @@ def saved_chart(
     columns, rows = min(_STRIPES, _MAX_STRIPES // num_charts), 1
     if len(curves) > _MAX_SAID:
         columns, rows = _GRID if num_charts == 1 else (4, 3)
-    kind = "data_said" if is_live else "title"
+    kind, style = ("data_said", None) if is_live else ("title", "flex:1")
     texts = iter(_texts(curves, drawn, columns, rows))
     hover = (
         element(
             "div",
-            *(element("span", style="flex:1", **{kind: next(texts)}) for _ in range(columns)),
+            *(element("span", style=style, **{kind: next(texts)}) for _ in range(columns)),
             style=f"display:flex;height:{_BOX / rows:.0f}px",
         )
         for _ in range(rows)
     )
     place = f"position:absolute;top:0;left:{drawn.left}px;right:0;height:{_BOX}px"
     over = element("div", *hover, style=place)
-    return element("div", *images, over, style="position:relative;white-space:nowrap;line-height:0")
+    look = "position:relative;white-space:nowrap;line-height:0"
+    return element("div", *images, over, class_="na-drawn" if is_live else None, style=look)
 
 
 def _picture(parts: Sequence[Markup], *, alt: str, width: int, style: str, is_live: bool) -> Markup:
@@ -401,7 +409,9 @@ def _card(
     ends = " to ".join(reversed([*drawn.labels.values()]))
     plot = element(
         "div",
-        drawn.box(role="img", aria_label=f"from {ends}" if ends else "no value is finite"),
+        drawn.box(
+            has_style=True, role="img", aria_label=f"from {ends}" if ends else "no value is finite"
+        ),
         *(element("span", text, class_=f"na-tick-{at}") for at, text in drawn.labels.items()),
         element(
             "div",
@@ -471,7 +481,9 @@ def _texts(
                 if math.isfinite(y)
             }
             name = min(far, key=far.__getitem__, default="")
-            texts.append(f"{name}: {wording.number(seen[name][1])}" if name else "")
+            # Labels differ at their ends; the legend has them whole.
+            label = name if len(name) <= _MAX_LABEL else f"{name[:12]}…{name[-_MAX_LABEL + 13 :]}"
+            texts.append(f"{label}: {wording.number(seen[name][1])}" if name else "")
     return texts
 
 

@@ -349,7 +349,8 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
 
 @pytest.mark.parametrize("num_runs", [1, 3, 10, 100])
 def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs: int) -> None:
-    labels = [f"<b> (lr=0.{number})" for number in range(num_runs)]
+    labels = [f"<b> ({'a long name, ' * 4}lr=0.{number})"[-60:] for number in range(num_runs)]
+    labels[0] = f"<b>{labels[0][3:]}"
     curves = {
         label: [(7.0 * x, math.sin(x) + number) for x in range(500)]
         for number, label in enumerate(labels)
