@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
@@ -15,6 +16,7 @@ from IPython.core.getipython import get_ipython
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.config.checks import as_count, as_flag
 from notebook_accel.errors import ConfigError, WorkerError
+from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
@@ -238,7 +240,7 @@ def notebook_launcher(
             name=name or "",
             detach=detach,
             resume=resumed,
-            origin=resume.id if isinstance(resume, Run) else "",
+            origin=_origin(resume, resumed),
             run_id=run_id,
             trial=trial,
             # That of a form has one place.
@@ -341,6 +343,15 @@ def _join_as_node(given: Mapping[str, Any]) -> None:
 
 def _as_number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _origin(resume: object, folder: str) -> str:
+    """Return the id of the run that goes on: of a folder, the newest here that wrote into it."""
+    if not folder or isinstance(resume, Run):
+        return resume.id if isinstance(resume, Run) else ""
+    wrote = {run.id: Path(run.state.checkpoint) for run in run_list.runs() if run.state.checkpoint}
+    found = [run for run, path in wrote.items() if Path(folder) in (path, *path.parents)]
+    return found[-1] if found else ""
 
 
 def _check_detach(detach: object, *, session: bool) -> None:

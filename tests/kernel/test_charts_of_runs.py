@@ -174,6 +174,8 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path: Pa
         old = notebook.run("print(new.state.origin == old.id, old.id)").split()
         assert old[0] == "True"
         resume = f"notebook_launcher(train, (0.5, {str(end)!r}), 1, block=False, resume=old)"
+        folder = f"={str(tmp_path / 'kept')!r}"
+        check_original(notebook, resume.replace("=old", folder), end, "pale: lr=0.25")
         check_original(notebook, resume, end, "pale: first")
 
         # In another kernel, from the disk; and once the original was deleted without it.
