@@ -372,7 +372,7 @@ def take_sweep(lab: Lab, browser: Browser, out: Path) -> None:
 
 
 KNOBS = """
-def train(end):
+def train(end, decay=0.5, nesterov=False):
     import pathlib, time
     from notebook_accel import Accelerator
     accelerator = Accelerator()
@@ -387,7 +387,7 @@ def train(end):
 
 
 def take_knobs(lab: Lab, browser: Browser, out: Path) -> None:
-    """The panel of a run with knobs, one of which was changed, and paused."""
+    """The panel of a run with knobs, one of which was changed, and paused; then with its clone."""
     end = lab.folder / "knobs-end"
     launch = f"run = notebook_launcher(train, ({str(end)!r},), num_processes=2, block=False)"
     page = _open(lab, browser, "knobs", KNOBS, launch, "run.set(lr=1e-3)")
@@ -395,6 +395,11 @@ def take_knobs(lab: Lab, browser: Browser, out: Path) -> None:
     page.output(2).get_by_role("button", name="Go on").wait_for(timeout=60_000)
     _picture(page, out, "knobs")
     page.output(2).get_by_role("button", name="Go on").click()
+    page.output(2).get_by_role("button", name="Clone").click()
+    page.output(2).locator(".na-clone input[type=number]").first.fill("0.25")
+    page.output(2).get_by_role("button", name="Start").click()
+    page.output(2).locator(".na-below .na-charts path").nth(1).wait_for(timeout=60_000)
+    _picture(page, out, "clone")
     end.touch()
     _wait_for_end(page)
     _picture(page, out, "knobs-ended")

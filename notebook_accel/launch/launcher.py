@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -123,7 +123,7 @@ def _begin_and_wait(
                 with begin(new) as call:
                     source = partial(_script(request), world_size=world_size)
                     again = replace(request, view=View(), notices=(), run_id="")
-                    clone = partial(_clone, again) if session is None else _refuse_clone
+                    clone = Cloner(again) if session is None else _refuse_clone
                     run = Run(call, results=call.results, source=source, clone=clone)
                     # From here on the call itself ends what it has begun.
                     undo.pop_all()
@@ -435,34 +435,38 @@ def _new_call(
     )
 
 
-def _clone(
-    request: LaunchRequest, run: Run, changes: Mapping[str, Any], *, warm: bool, block: bool
-) -> Run:
-    """Launch the call of a run anew, with other arguments or knobs; ``Run.clone`` says more."""
-    args, kwargs, knobs = _changed_call(request, run, changes)
-    resume = request.resume
-    if warm:
-        resume = folder_to_resume(run) if run.state.has_ended else save_now(run)
-    request = replace(
-        request,
-        args=args,
-        kwargs=kwargs,
-        knobs={**request.knobs, **knobs},
-        environment={},
-        resume=resume,
-        origin=run.id,
-        trial=None,
-        name=wording.arguments((), changes) or request.name,
-        block=block,
-        view=request.new_view(waits=block),
-    )
-    if not run.state.devices or run.state.has_ended:
-        return launch(request)
-    with run_list.choosing:
-        config = replace(request.config, devices=_free_devices(run))
-        # It waits once others may choose.
-        cloned = launch(replace(request, config=config, block=False))
-    return _waited(cloned) if block else cloned
+@dataclass(frozen=True)
+class Cloner:
+    """Launches the call of a run anew, with other arguments or knobs; ``Run.clone`` says more."""
+
+    request: LaunchRequest
+
+    def __call__(self, run: Run, changes: Mapping[str, Any], *, warm: bool, block: bool) -> Run:
+        request = self.request
+        args, kwargs, knobs = _changed_call(request, run, changes)
+        resume = request.resume
+        if warm:
+            resume = folder_to_resume(run) if run.state.has_ended else save_now(run)
+        request = replace(
+            request,
+            args=args,
+            kwargs=kwargs,
+            knobs={**request.knobs, **knobs},
+            environment={},
+            resume=resume,
+            origin=run.id,
+            trial=None,
+            name=wording.arguments((), changes) or request.name,
+            block=block,
+            view=request.new_view(waits=block),
+        )
+        if not run.state.devices or run.state.has_ended:
+            return launch(request)
+        with run_list.choosing:
+            config = replace(request.config, devices=_free_devices(run))
+            # It waits once others may choose.
+            cloned = launch(replace(request, config=config, block=False))
+        return _waited(cloned) if block else cloned
 
 
 def _refuse_clone(_run: Run, _changes: Mapping[str, Any], **_asked: bool) -> Run:

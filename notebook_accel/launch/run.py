@@ -701,6 +701,11 @@ def _no_function(run: Run, what: str) -> str:
     )
 
 
+def cloner_of(run: Run) -> Callable[..., Run] | None:
+    """Return what launches a run's call again, a ``launcher.Cloner``; None where nothing can."""
+    return run._clone
+
+
 def save_to(run: Run, folder: Path) -> None:
     """Have all ranks write a checkpoint at a common step; return when it is written."""
     run._await(run._call.act(Action(kind="save", folder=str(folder))))

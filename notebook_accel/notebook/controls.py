@@ -30,7 +30,7 @@ _SAVE_TOOLTIP = (
 _PAUSE_TOOLTIP = "All ranks wait at the same step, and the devices are free, until Go on"
 _WAITS = "the ranks have this value until they take the new one at a common step"
 # More would push the metrics out of sight.
-_MAX_KNOBS = 12
+MAX_KNOBS = 12
 _STEPS_OF_SLIDER = 200
 
 
@@ -64,6 +64,10 @@ class Controls:
         )
         self.buttons = [self._save, self._pause] if call_of(run).can_act else []
 
+    def say(self, text: str) -> None:
+        """Show a line from the next drawing on."""
+        self._said = text
+
     def draw(self, state: RunState) -> None:
         """Update buttons and controls; only what has changed is sent to the page."""
         is_paused = state.status == "paused"
@@ -82,14 +86,14 @@ class Controls:
         has_line = bool(self._said or state.knobs)
         said = element("div", self._said, role="status", class_="na-said")
         lines = [said] if has_line else []
-        if len(state.knobs) > _MAX_KNOBS:
-            more = f"{len(state.knobs) - _MAX_KNOBS} more knobs: run.set(name=value)"
+        if len(state.knobs) > MAX_KNOBS:
+            more = f"{len(state.knobs) - MAX_KNOBS} more knobs: run.set(name=value)"
             lines.append(element("div", more, class_="na-muted"))
         self._notice.value = str(element("div", join(lines), class_="na"))
         (self._notice.remove_class if lines else self._notice.add_class)("na-hidden")
 
     def _draw_knobs(self, state: RunState) -> None:
-        new = [name for name in list(state.knobs)[:_MAX_KNOBS] if name not in self._knobs]
+        new = [name for name in list(state.knobs)[:MAX_KNOBS] if name not in self._knobs]
         for name in new:
             control = _KnobControl(state.knobs[name], self._widgets, self._set)
             self._widgets.let_through(control.control)
@@ -153,12 +157,9 @@ class _KnobControl:
         self._shown: KnobMade | None = None
         self._asked: Future[None] | None = None
         self._drawing_thread = 0
-        self.control = _control_of(knob, widgets)
-        name = element("div", shorten(knob.name, 60), class_="na", title=shorten(knob.name, 200))
+        self.control = control_of(knob, widgets)
         self._now = widgets.make(ipywidgets.HTML, classes="na-knob-now")
-        parts = [widgets.make(ipywidgets.HTML, str(name), classes="na-knob-name")]
-        parts += [self.control, self._now]
-        self.row = widgets.make(ipywidgets.HBox, parts, classes="na-knob")
+        self.row = row_of(knob, self.control, self._now, widgets=widgets)
         self.control.observe(self._on_change, names="value")
 
     def draw(self, knob: KnobMade, *, is_open: bool) -> None:
@@ -178,20 +179,22 @@ class _KnobControl:
         finally:
             self._drawing_thread = 0
 
-    def _on_change(self, change: Any) -> None:
+    def _on_change(self, _change: Any) -> None:
         if self._drawing_thread == threading.get_ident():
             return
-        knob, value = self._knob, change.new
-        if isinstance(self.control, ipywidgets.FloatLogSlider):
-            # The ends of a scale of exponents are not quite those of the range.
-            value = min(max(float(f"{value:.3g}"), knob.low or 0.0), knob.high or math.inf)
-            value = round(value) if isinstance(knob.value, int) else value
-        self._asked = self._ask(knob, value)
+        self._asked = self._ask(self._knob, value_in(self.control, self._knob))
         if self._asked is None:  # refused: the next drawing takes it back
             self._shown = None
 
 
-def _control_of(knob: KnobMade, widgets: PanelWidgets) -> Any:
+def row_of(knob: KnobMade, *parts: Any, widgets: PanelWidgets) -> Any:
+    """Return the knob's name and the parts in a row."""
+    name = element("div", shorten(knob.name, 60), class_="na", title=shorten(knob.name, 200))
+    label = widgets.make(ipywidgets.HTML, str(name), classes="na-knob-name")
+    return widgets.make(ipywidgets.HBox, [label, *parts], classes="na-knob")
+
+
+def control_of(knob: KnobMade, widgets: PanelWidgets) -> Any:
     """Make the control that fits the type and the range of a knob."""
     shared: dict[str, Any] = {"description": knob.name, "value": knob.value, "classes": "na-set"}
     low, high = knob.low, knob.high
@@ -215,6 +218,16 @@ def _control_of(knob: KnobMade, widgets: PanelWidgets) -> Any:
     start, end = (math.log10(low), math.log10(high)) if knob.log else (low, high)
     step = (end - start) / _STEPS_OF_SLIDER
     return widgets.make(kind, min=start, max=end, step=step, readout_format=".3g", **shared)
+
+
+def value_in(control: Any, knob: KnobMade) -> Any:
+    """Return what a person has chosen in the control of a knob."""
+    value = control.value
+    if not isinstance(control, ipywidgets.FloatLogSlider) or value == knob.value:
+        return value
+    # The ends of a scale of exponents are not quite those of the range.
+    value = min(max(float(f"{value:.3g}"), knob.low or 0.0), knob.high or math.inf)
+    return round(value) if isinstance(knob.value, int) else value
 
 
 def _waits(asked: Future[None] | None) -> bool:

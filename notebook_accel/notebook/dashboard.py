@@ -176,7 +176,7 @@ class Dashboard(View):
         with self._lock:
             if self._run is None or self._has_ended:
                 return
-            self._has_ended = True
+            self._has_ended, self._slot.is_live = True, False
             if self.panel is None and self._is_cell:
                 self._slot.show(render_slim(state).bundle, is_to_place=False)
                 return
@@ -192,7 +192,7 @@ class Dashboard(View):
     def give_up(self) -> None:
         """Show the run no longer, and leave the slot to another one."""
         with self._lock:
-            self._has_ended = True
+            self._has_ended, self._slot.is_live = True, False
             if self.panel is not None:
                 self.panel.close()
             if self._lasting is not None:
@@ -229,7 +229,13 @@ class Dashboard(View):
         from notebook_accel.notebook.live_panel import LivePanel
 
         self._lasting = self._lasting or self._box()
-        panel = LivePanel(run, lasting=self._lasting, clicks=self._clicks, stop=self._ask_stop)
+        lasting, clicks = self._lasting, self._clicks
+
+        def below() -> View:
+            slot = lasting.place_below()
+            return Dashboard(type(clicks)(clicks.kernel), waits=False, slot=slot)
+
+        panel = LivePanel(run, lasting=lasting, clicks=clicks, stop=self._ask_stop, below=below)
         state = run.state
         panel.read(state)
         panel.draw(state, self._details(run, panel))

@@ -12,7 +12,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
-_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # It takes no room in the pages of JupyterLab and Notebook 7.
 _NOTHING = {"text/plain": "", "text/html": ""}
 
@@ -20,7 +20,7 @@ _NOTHING = {"text/plain": "", "text/html": ""}
 def widget_view(widget: Any, text: str) -> dict[str, Any]:
     """Return the MIME bundle that displays ``widget``; a saved notebook shows ``text`` instead."""
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {_WIDGET_VIEW: view, "text/plain": text}
+    return {WIDGET_VIEW: view, "text/plain": text}
 
 
 def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
@@ -36,8 +36,10 @@ class DisplaySlot:
 
     def __init__(self) -> None:
         self._id = f"notebook-accel-{uuid.uuid4().hex}"
-        self._bundle: Mapping[str, Any] = _NOTHING
+        self.bundle: Mapping[str, Any] = _NOTHING
         self.is_placed = False
+        # Whether what is shown there goes on.
+        self.is_live = True
         # The header of the cell's request, where the slot was placed last.
         self._cell: Mapping[str, Any] = {}
         self._lock = threading.RLock()
@@ -48,7 +50,7 @@ class DisplaySlot:
         With ``is_to_place=False``, a slot in no output keeps ``bundle`` until :meth:`place`.
         """
         with self._lock:
-            self._bundle = bundle
+            self.bundle = bundle
             if self.is_placed:
                 self.send_again()
             elif is_to_place:
@@ -60,22 +62,22 @@ class DisplaySlot:
 
     def forget(self) -> None:
         """Keep the contents no longer; pages go on to show them."""
-        self._bundle = _NOTHING
+        self.bundle = _NOTHING
 
     def place(self) -> None:
         """Add the slot to the running cell's output too; only that cell's thread may."""
         with self._lock:
             self.is_placed = True
             self._cell = getattr(_publisher(), "parent_header", {})
-            display(dict(self._bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
+            display(dict(self.bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
 
     def place_anew(self) -> None:
         """Move the slot to the output's end, for frontends that draw no updates of displays."""
         with self._lock:
-            bundle = self._bundle
+            bundle = self.bundle
             self.clear()
             self._id = f"notebook-accel-{uuid.uuid4().hex}"
-            self._bundle = bundle
+            self.bundle = bundle
             self.place()
 
     def show_in_next_page(self, bundle: Mapping[str, Any]) -> None:
@@ -92,7 +94,7 @@ class DisplaySlot:
 
     def send_again(self) -> None:
         with self._lock:
-            replace = partial(update_display, dict(self._bundle), raw=True, display_id=self._id)
+            replace = partial(update_display, dict(self.bundle), raw=True, display_id=self._id)
             # nbclient drops what belongs to a cell that has ended. In a context of its own the
             # message belongs to the cell that runs now, whatever cell started the thread.
             try:
@@ -111,9 +113,30 @@ class DisplaySlot:
             newest = self._cell
         if self._cell.get("msg_id") != newest.get("msg_id"):
             place = {"metadata": {}, "transient": {"display_id": self._id}}
-            content = {"data": dict(self._bundle), **place}
+            content = {"data": dict(self.bundle), **place}
             sent = publisher.pub_socket, "update_display_data", content
             publisher.session.send(*sent, parent=self._cell, ident=publisher.topic)
+
+
+class WidgetSlot(DisplaySlot):
+    """A place in a box of widgets, which a click can fill: it has no cell.
+
+    Args:
+        output: an ``ipywidgets.Output`` in that box.
+        changed: called after each change.
+    """
+
+    def __init__(self, output: Any, changed: Callable[[], None]) -> None:
+        super().__init__()
+        self.is_placed = True
+        self.output, self._changed = output, changed
+
+    def send_again(self) -> None:
+        shown = {"output_type": "display_data", "data": dict(self.bundle), "metadata": {}}
+        self.output.outputs = (shown,)
+        if self._cell:  # of a cell that showed it too
+            super().send_again()
+        self._changed()
 
 
 def _publisher() -> Any:

@@ -27,9 +27,16 @@ from notebook_accel.launch.control.run_state import Display, RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.cloning import CloneForm
 from notebook_accel.notebook.comparison import original_of
 from notebook_accel.notebook.controls import Controls
-from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
+from notebook_accel.notebook.display_slot import (
+    WIDGET_VIEW,
+    DisplaySlot,
+    WidgetSlot,
+    start_thread,
+    widget_view,
+)
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.rank_displays import seconds_to_wait
@@ -102,6 +109,9 @@ class PanelBox:
 
     def __init__(self, slot: DisplaySlot) -> None:
         self._slot = slot
+        self._below: list[WidgetSlot] = []
+        self._last: tuple[Mapping[str, str], str] | None = None
+        self._lock = threading.RLock()
         self._widgets = PanelWidgets()
         self.body = self._widgets.make(ipywidgets.HTML, classes="na-body")
         self.box = self._widgets.make(_Box, [self.body])
@@ -113,22 +123,48 @@ class PanelBox:
     def close(self) -> None:
         self._widgets.close()
 
+    def place_below(self) -> WidgetSlot:
+        """Return a new place for a clone of the run, at the end of the box."""
+        slot = WidgetSlot(self._widgets.make(ipywidgets.Output, classes="na-below"), self._settle)
+        with self._lock:
+            self._below.append(slot)
+            self.box.children = (*self.box.children, slot.output)
+        return slot
+
     def finish(self, bundle: Mapping[str, str], show: str) -> None:
         """Show the summary, also in a page that was reloaded; ``show`` is code that shows it."""
-        # First of all, and by one message: what follows would be seen as a panel that jumps.
-        self._slot.show(bundle)
-        # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
-        # class of its own: the style sheet of another panel in the page is not meant for it.
-        self.box.children = (self.body,)
-        note = _ENDED_NOTE.format(show=show)
-        if self.box.was_asked:
-            note = _COMES_NOTE
-            self._slot.show_in_next_page(bundle)
-        html = element("div", note, style="opacity:.65;font-size:13px")
-        self.body.value = f"{_ENDED_STYLE}{bundle['text/html']}{html}"
-        self.box.remove_class("na-panel")
-        self.box.add_class("na-ended")
+        with self._lock:
+            self._last = bundle, show
+            self._settle()
 
+    def _settle(self) -> None:
+        """Once the run has ended show its summary: above its clones, until they have ended too."""
+        with self._lock:
+            if self._last is None:
+                return
+            bundle, show = self._last
+            note, outputs = "", [slot.output for slot in self._below]
+            if not any(slot.is_live or WIDGET_VIEW in slot.bundle for slot in self._below):
+                self._last, outputs, note = None, [], _ENDED_NOTE.format(show=show)
+                bundles = [bundle, *(slot.bundle for slot in self._below)]
+                text = "\n".join(filter(None, (one["text/plain"] for one in bundles)))
+                bundle = {"text/plain": text, "text/html": "".join(b["text/html"] for b in bundles)}
+                # First, and by one message: what follows would be seen as a panel that jumps.
+                self._slot.show(bundle)
+                if self.box.was_asked:
+                    note = _COMES_NOTE
+                    self._slot.show_in_next_page(bundle)
+            # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
+            # class of its own: the style sheet of another panel in the page is not meant for it.
+            self.box.children = (self.body, *outputs)
+            self.box.remove_class("na-panel")
+            self.box.add_class("na-ended")
+            html = element("div", note, style="opacity:.65;font-size:13px")
+            self.body.value = f"{_ENDED_STYLE}{bundle['text/html']}{html}"
+            if note:
+                self._keep()
+
+    def _keep(self) -> None:
         # Not closed with the others, for pages that were reloaded; but each page that connects
         # asks for the state of every widget there is.
         with _ended_lock:
@@ -159,6 +195,7 @@ class LivePanel:
         lasting: PanelBox,
         clicks: ClicksAfterTheCell,
         stop: Callable[[], None],
+        below: Callable[[], Any],
     ) -> None:
         self._run = run
         self._lasting = lasting
@@ -189,7 +226,8 @@ class LivePanel:
         ]
         self._stop, self._kill = buttons[:2]
         self._controls = Controls(run, widgets)
-        buttons[1:1] = self._controls.buttons
+        clone = CloneForm(run, widgets, below, self._controls.say)
+        buttons[1:1] = [*self._controls.buttons, *clone.buttons]
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
         self._metrics = MetricsView(widgets, call_of(run).metrics.sample, original_of(run))
@@ -212,6 +250,7 @@ class LivePanel:
             self._warnings,
             self._note,
             self._controls.box,
+            clone.box,
             widgets.make(
                 ipywidgets.VBox, [self._metrics.box, self._log.box], classes="na-metrics-and-log"
             ),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernel.notebooks import open_notebook
+from tests.notebook.kernels import Kernel
 
 TRAIN = """
 import time
@@ -69,3 +70,66 @@ def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(
         assert notebook.run("print(clone.wait().results, clone.name)").endswith(
             "[(10, 0.02), (10, 0.02)] lr=0.02, size=40\n"
         )
+
+
+CLONED = """
+import pathlib, time
+from notebook_accel import Accelerator, notebook_launcher, runs
+
+def train(lr, folder, slow=False, size=8):
+    accelerator = Accelerator(cpu=True)
+    size = accelerator.knob("size", size, low=1, high=64)
+    rate = accelerator.knob("rate", 1)
+    for step in range(4000):
+        accelerator.log({"loss": lr / (step + 1)}, step=step)
+        if accelerator.should_stop or pathlib.Path(folder, str(lr)).exists():
+            return lr, size.value, slow, rate.value
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_original_first", [False, True])
+def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
+    tmp_path: Path, *, is_original_first: bool
+) -> None:
+    first, last = ("0.5", "0.25") if is_original_first else ("0.25", "0.5")
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+        kernel = notebook.kernel
+        notebook.run(CLONED)
+        kernel.displays.clear()
+        block = not is_original_first
+        launch = f"run = notebook_launcher(train, (0.5, {str(tmp_path)!r}), 1, block={block})"
+        rate = 2 if is_original_first else 1
+        cell = notebook.start(launch)
+        kernel.wait_for_panel()
+        assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
+        if is_original_first:  # the cell is free meanwhile
+            notebook.run("run.set(rate=2)")
+        kernel.click("Clone")
+        assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
+        kernel.fill("lr", 0.25)  # type: ignore[arg-type]
+        kernel.fill("slow", True)
+        kernel.fill("size", 32)  # type: ignore[arg-type]
+        kernel.click("Start")
+        shown = lambda words: any(words in str(m.get("value")) for m in kernel.models.values())  # noqa: E731
+        begun = "the clone has begun, below: lr=0.25, slow=True"
+        assert kernel.listen_until(lambda: shown(begun), seconds=60), kernel.widgets
+        assert kernel.listen_until(lambda: shown("pale: train (lr=0.5"), seconds=60)
+        (tmp_path / first).touch()
+        views = lambda: [m["outputs"] for m in kernel.models.values() if m.get("outputs")]  # noqa: E731
+        ended = lambda: any("✓ succeeded" in str(each) for each in (*views(), *kernel.widgets))  # noqa: E731
+        assert kernel.listen_until(ended, seconds=60)
+        assert kernel.shows_panel, "the other one goes on in it"
+        (tmp_path / last).touch()
+        texts = lambda: [each["data"]["text/plain"] for each in kernel.displays.values()]  # noqa: E731
+        both = lambda: [text.count(": succeeded, 1 rank") for text in texts()] == [2]  # noqa: E731
+        assert kernel.listen_until(both, seconds=60), kernel.displays
+        notebook.finish(cell)
+        assert notebook.run("print([one.results for one in runs()])").strip() == (
+            f"[[(0.5, 8, False, {rate})], [(0.25, 32, True, {rate})]]"
+        )
+
+
+def named(kernel: Kernel, label: str) -> int:
+    return sum(model.get("description") == label for model in kernel.models.values())

@@ -83,6 +83,7 @@ class Shown:
             config=SimpleNamespace(grace=10.0),
             world_size=2,
             log_dir="/runs/1",
+            _clone=None,
             _call=SimpleNamespace(
                 can_act=False, curves=None, metrics=SimpleNamespace(sample=list), **more
             ),

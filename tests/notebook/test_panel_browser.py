@@ -244,6 +244,27 @@ def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_char
     expect(output.locator(".na-panel")).to_have_count(0)
 
 
+def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook: Notebook) -> None:
+    notebook.add(SWEEP)
+    number = notebook.insert("notebook_launcher(trains, (0.3,), num_processes=1)")
+    notebook.run(number)
+    output = notebook.output(number)
+    output.get_by_role("button", name="Clone").click(timeout=60_000)
+    output.locator(".na-clone input").first.fill("0.1")
+    output.get_by_role("button", name="Start").click()
+    clone = output.locator(".na-below .na-panel")
+    expect(clone).to_contain_text("pale: trains (lr=0.3", timeout=60_000)
+    expect(clone.locator(".na-charts path")).to_have_count(2)
+    output.get_by_role("button", name="Stop").first.click()
+    # The summary stands above the clone's panel, which goes on.
+    output.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
+    expect(clone.get_by_role("button", name="Pause")).to_be_enabled()
+    clone.get_by_role("button", name="Stop").click()
+    expect(output.locator("button")).to_have_count(0, timeout=60_000)
+    expect(output.locator("b").filter(has_text="lr=0.1")).to_have_count(1)
+    expect(output.locator("b").filter(has_text="trains")).to_have_count(1)
+
+
 def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     page = notebook.page
     notebook.add(SPEAK)

@@ -157,9 +157,9 @@ class Sweep:
             )
         return best.run
 
-    def _best_trial(self) -> Trial | None:
+    def _best_trial(self, *, so_far: bool = False) -> Trial | None:
         trials = [one for one in [*self._trials] if one.has_value and one.status != "failed"]
-        whole = [trial for trial in trials if trial.status == "succeeded"]
+        whole = [trial for trial in trials if so_far or trial.status == "succeeded"]
         return next(iter(table.in_order(whole or trials, self._mode)), None)
 
     def stop(self) -> None:
@@ -448,7 +448,8 @@ class Sweep:
         parts += [f"{len(self._paused)} paused"] if self._paused else []
         failed = sum(trial.run.status == "failed" for trial in self._trials)
         parts += [f"{failed} failed"] if failed else []
-        best = self._best_trial()
+        # While trials go on, the one in colour, which stands first.
+        best = self._best_trial(so_far=bool(self._running or self._paused))
         if best is not None and best.newest is not None:
             parts.append(f"best {self._metric} {wording.number(best.newest)} (trial {best.number})")
         return f"{self._name}: {', '.join(parts)}"
