@@ -66,7 +66,7 @@ from notebook_accel.training.settings.handlers import (
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.state import AcceleratorState, newest_settings
-from notebook_accel.training.stepping.accumulation import Window
+from notebook_accel.training.stepping.accumulation import window
 from notebook_accel.training.stepping.gradient_state import GradientState
 from notebook_accel.training.stepping.knobs import Knob, make_knob
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
@@ -238,7 +238,6 @@ class Accelerator(ProcessInfo):
         self._plan = plan
         self.project_configuration = project
         self._accumulation = plan.accumulation
-        self._scaling = plan.strategy.scaling
         self._prepared = Preparation(plan)
         self._tracking = Tracking(trackers, project)
         self._strategy = plan.strategy
@@ -539,7 +538,7 @@ class Accelerator(ProcessInfo):
             model, inputs, targets, loss_function, self._accumulation.num_steps
         )
 
-    def accumulate(self, *models: Module | Sequence[Module]) -> Window:
+    def accumulate(self, *models: Module | Sequence[Module]) -> AbstractContextManager[None]:
         """Return a context manager for one batch of gradient accumulation.
 
         ``gradient_accumulation_steps`` consecutive blocks form one accumulation window; by default,
@@ -560,7 +559,7 @@ class Accelerator(ProcessInfo):
             >>> optimizer.num_steps  # 4 in the example of the class, 2 here
             6
         """
-        return Window(self._accumulation, models, self._strategy.gradient_sync)
+        return window(self._accumulation, models, self._strategy.gradient_sync)
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         """Return a context manager in which backward exchanges no gradients between the ranks.
@@ -657,11 +656,11 @@ class Accelerator(ProcessInfo):
             >>> accelerator.backward(model(torch.ones(2, 8)).sum())
             >>> accelerator.unscale_gradients()
         """
-        if self._scaling is None:
+        if self._strategy.scaling is None:
             return
         given = self._prepared.optimizers if optimizer is None else optimizer
         several = given if isinstance(given, (list, tuple)) else [given]
-        self._scaling.unscale(map(inner_optimizer, several))
+        self._strategy.scaling.unscale(map(inner_optimizer, several))
 
     def clip_grad_norm_(
         self,
@@ -691,11 +690,11 @@ class Accelerator(ProcessInfo):
         own, norm = self._ready_to_clip(parameters), float(norm_type)
         if not self.sync_gradients:
             found = self._strategy.clip_grad_norm(own, float("inf"), norm)
-            if self._scaling is None:
+            if self._strategy.scaling is None:
                 return found
             # Divided on the device: `get_scale` would wait for it.
             one = torch.ones((), device=found.device)
-            return found / self._scaling.scaler.scale(one)
+            return found / self._strategy.scaling.scaler.scale(one)
         return self._strategy.clip_grad_norm(own, max_norm, norm)
 
     def clip_grad_value_(
@@ -726,8 +725,10 @@ class Accelerator(ProcessInfo):
         self, parameters: torch.Tensor | Iterable[torch.Tensor]
     ) -> list[torch.Tensor]:
         own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self._scaling is not None and self.sync_gradients:
-            self._scaling.unscale([known.optimizer for known in self._prepared.optimizers], own)
+        if self._strategy.scaling is not None and self.sync_gradients:
+            self._strategy.scaling.unscale(
+                [known.optimizer for known in self._prepared.optimizers], own
+            )
         return own
 
     # ---- between the ranks ----------------------------------------------------------------------
@@ -1427,15 +1428,14 @@ class Accelerator(ProcessInfo):
         By default there is one with fp16 only. After ``accelerator.scaler = scaler``, that object
         scales losses in any precision. Setting None turns loss scaling off.
         """
-        return None if self._scaling is None else self._scaling.scaler
+        return None if self._strategy.scaling is None else self._strategy.scaling.scaler
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        strategy = self._plan.strategy
-        strategy.scale_by(scaler)
-        self._scaling = self._prepared.watch.scaling = strategy.scaling
+        self._strategy.scale_by(scaler)
+        self._prepared.watch.scaling = self._strategy.scaling
         for optimizer in self._prepared.optimizers:
-            optimizer.scaling = strategy.scaling
+            optimizer.scaling = self._strategy.scaling
 
     @property
     def sync_gradients(self) -> bool:

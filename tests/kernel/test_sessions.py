@@ -469,7 +469,8 @@ def test_a_prepared_model_trains_on_after_a_call_that_failed(book: Notebook) -> 
             accelerator.backward(net(torch.full((2, 4), rank + 1.0)).sum())
             sgd.step()
             return [round(float(w.abs().sum()), 4) for w in net.parameters()]
-        first = step()
+        first, calls = step(), []
+        handle = net.register_forward_hook(lambda *_: calls.append(1))
     """)
     for how in (
         "if rank == 1: raise ValueError('bad')",
@@ -477,10 +478,11 @@ def test_a_prepared_model_trains_on_after_a_call_that_failed(book: Notebook) -> 
     ):
         text = book.fails(f"%%accelerate\n{how}\nstep()")
         assert "failed:\n" in text
-        reply = cell(book, "%%accelerate\nstep()")
+        reply = cell(book, "%%accelerate\ncalls.clear()\nstep()")
         assert reply.text.startswith("ranks 0-1: ["), reply.text
         html = reply.outputs[0]["data"]["text/html"]
         assert "the process group was made anew" in html
+        assert book.run("%%accelerate\nlen(calls)") == "ranks 0-1: 1\n", "a user's hook stays"
 
 
 def test_the_process_group_is_made_anew_however_the_call_before_ended(book: Notebook) -> None:

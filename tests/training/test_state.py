@@ -300,7 +300,7 @@ def test_a_device_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) ->
         "current_accelerator": torch.device("cuda"),
         "device_count": 2,
     }.items():
-        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value, **_: value)
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
     # Names, local rank, and what it gives.
     cases = [("cuda:1", 0, "cuda:1"), ("cuda", 1, "cuda:1"), ("cpu", 1, "cpu"), ("", 0, "cuda:0")]

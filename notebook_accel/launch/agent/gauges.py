@@ -97,10 +97,9 @@ class Gauges:
         self._reading: threading.Thread | None = None
         self._process: psutil.Process | None = None
         self._next = 0.0
-        self._busy = (0.0, 0.0)
 
     def follow(self, pid: int) -> None:
-        self._pid, self._process, self._busy = pid, None, (0.0, 0.0)
+        self._pid, self._process = pid, None
 
     def read(self, now: float) -> None:
         """Update the values, unless the last update was less than a second ago.
@@ -112,7 +111,7 @@ class Gauges:
         self._next = now + _READ_SECONDS
         # A process that has just ended has nothing to read; this one may have no descriptor left.
         with contextlib.suppress(psutil.Error, OSError):
-            self._read_process(now)
+            self._read_process()
         is_reading = self._reading is not None and self._reading.is_alive()
         if self.nvidia is not None and not is_reading:
             self._reading = threading.Thread(
@@ -123,17 +122,14 @@ class Gauges:
             )
             self._reading.start()
 
-    def _read_process(self, now: float) -> None:
-        if self._process is None:
-            self._process = psutil.Process(self._pid)
+    def _read_process(self) -> None:
+        process, self._process = self._process, self._process or psutil.Process(self._pid)
         with self._process.oneshot():
             self.memory = self._process.memory_info().rss or self.memory
-            times = self._process.cpu_times()
             self.is_suspended = self._process.status() in _SUSPENDED
-        busy = times.user + times.system
-        (then, before), self._busy = self._busy, (now, busy)
-        if then:
-            self.cpu = round(100 * (busy - before) / (now - then))
+            cpu = self._process.cpu_percent()
+        if process is not None:  # the first reading is of no time
+            self.cpu = round(cpu)
 
     def _read_device(self, nvidia: str) -> None:
         nvml = _nvml()

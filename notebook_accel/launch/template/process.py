@@ -22,7 +22,6 @@ import selectors
 import signal
 import socket
 import traceback
-from dataclasses import asdict
 from importlib import import_module
 
 import msgspec
@@ -203,8 +202,8 @@ def _answer_devices(channel: Channel, environment: dict[str, str], template: int
         os.environ.clear()
         os.environ.update(environment)
         tpu.load_backends()
-        found = import_module("notebook_accel.training.processes.devices").inventory()
-        answer = wire.Devices(**asdict(found))
+        devices = import_module("notebook_accel.training.processes.devices")
+        answer: wire.Devices = devices.inventory()
     except Exception:  # of the system, of torch, or of a library for its devices
         answer = wire.Devices(kind="cpu", error=traceback.format_exc())
     channel.send(answer)

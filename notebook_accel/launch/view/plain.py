@@ -41,25 +41,19 @@ class LineReader:
 
     def __init__(self) -> None:
         self._num_read = 0
-        self._has_read_open_line = False
 
     def has_news(self, rank: RankState, *, last: bool = False) -> bool:
         """Return whether :meth:`read` with the same arguments would return any line."""
-        has_open_line = last and rank.open_line and not self._has_read_open_line
-        return has_open_line or rank.num_lines != self._num_read
+        return rank.num_lines + (last and rank.open_line) != self._num_read
 
     def read(self, rank: RankState, *, last: bool = False) -> NewLines:
-        if rank.num_lines < self._num_read:  # the rank was started again
+        num_lines = rank.num_lines + (last and rank.open_line)
+        if num_lines < self._num_read:  # the rank was started again
             self._num_read = 0
-        ended = rank.tail[:-1] if rank.open_line else rank.tail
-        num_new = rank.num_lines - self._num_read
-        lines = ended[-num_new:] if num_new else ()
-        self._num_read = rank.num_lines
-        missing = num_new - len(lines)
-        if last and rank.open_line and not self._has_read_open_line:
-            self._has_read_open_line = True
-            lines = (*lines, rank.tail[-1])
-        return NewLines(lines, missing)
+        num_new, self._num_read = num_lines - self._num_read, num_lines
+        tail = rank.tail[:-1] if rank.open_line and not last else rank.tail
+        lines = tail[-num_new:] if num_new else ()
+        return NewLines(lines, num_new - len(lines))
 
 
 # A line a rank every ten seconds: of 128 ranks that would be all there is to see.
@@ -227,11 +221,9 @@ class PlainView(View):
         In a hang, ranks wait for one another in vain, or a rank's process is suspended.
         """
         hang = state.hang
-        text = "" if hang is None else hang.text
-        if hang is None or text == self._hang_text:
-            self._hang_text = text
+        before, self._hang_text = self._hang_text, hang.text if hang else ""
+        if hang is None or hang.text == before:
             return
-        self._hang_text = text
         self.write([f"notebook_accel: {hang_line(state)}"])
         if hang.is_certain:
             for ranks, stack in hang.stacks[:_MAX_STACKS]:

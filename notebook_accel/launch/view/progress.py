@@ -137,9 +137,7 @@ def _seconds_left(bars: Sequence[BarState]) -> float | None:
     outer, inner = bars[0], bars[1:]
     if outer.total is None or outer.n >= outer.total:
         return None
-    if not inner:
-        return (outer.total - outer.n) / outer.rate if outer.rate else None
-    left_of_item = _seconds_left(inner)
+    left_of_item = _seconds_left(inner) if inner else None
     if left_of_item is None:
         return (outer.total - outer.n) / outer.rate if outer.rate else None
     if outer.rate:

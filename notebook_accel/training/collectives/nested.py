@@ -176,32 +176,21 @@ def send_to_device(
         device(type='cpu')
     """
     keep = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
-    return _send(tensor, device, non_blocking, keep)
 
+    def send(value: Any) -> Any:
+        if callable(getattr(value, "to", None)):
+            try:
+                return value.to(device, non_blocking=non_blocking)
+            except TypeError:  # a `to` of its own that knows of no copies in the background
+                return value.to(device)
+        if isinstance(value, (list, tuple)):
+            return honor_type(value, map(send, value))
+        if isinstance(value, Mapping):
+            moved = {key: item if key in keep else send(item) for key, item in value.items()}
+            return rebuild(value, moved)
+        return value
 
-def _send(value: Any, device: Any, non_blocking: bool, keep: set[str]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if callable(getattr(value, "to", None)):
-        return _move_itself(value, device, non_blocking)
-    if isinstance(value, (list, tuple)):
-        return honor_type(value, (_send(item, device, non_blocking, keep) for item in value))
-    if isinstance(value, Mapping):
-        moved = {
-            key: item if key in keep else _send(item, device, non_blocking, keep)
-            for key, item in value.items()
-        }
-        return rebuild(value, moved)
-    return value
-
-
-def _move_itself(value: Any, device: Any, non_blocking: bool) -> Any:
-    if not non_blocking:
-        return value.to(device)
-    try:
-        return value.to(device, non_blocking=True)
-    except TypeError:  # a `to` of its own that knows of no copies in the background
-        return value.to(device)
+    return send(tensor)
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -216,10 +205,8 @@ def find_batch_size(data: Any) -> int | None:
         >>> find_batch_size({"inputs": torch.ones(8, 3)})
         8
     """
-    for leaf in leaves(data):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    return None
+    tensors = (leaf for leaf in leaves(data) if isinstance(leaf, torch.Tensor) and leaf.ndim)
+    return next((tensor.shape[0] for tensor in tensors), None)
 
 
 def convert_to_fp32(tensor: Any) -> Any:

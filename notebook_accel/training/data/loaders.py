@@ -59,7 +59,7 @@ from notebook_accel.training.data.samplers import (
     samplers_of,
 )
 from notebook_accel.training.processes import devices
-from notebook_accel.training.processes.random_states import get_host_states, set_random_states
+from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from notebook_accel.training.processes.seeding import new_generator, synchronize_rng_state
 from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.active_loaders import (
@@ -383,7 +383,7 @@ class PreparedLoader(LoaderWrapper):
             num_in_blocks=start,
             at_step=start,
             is_after_step=restored.get("begin") is not None,
-            begin=get_host_states(),
+            begin=get_random_states(),
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
             generators=self._generator_states(),

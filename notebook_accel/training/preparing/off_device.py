@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.nn import Module
@@ -51,13 +50,9 @@ def _storages(
     models: Sequence[Module], optimizers: Sequence[AcceleratedOptimizer], kind: str
 ) -> list[torch.UntypedStorage]:
     """Return the memory on the device of all that was prepared, each piece once."""
-    held: list[Any] = []
-    for model in models:
-        held += [*model.parameters(), *model.buffers()]
-    for one in optimizers:
-        held += leaves([group["params"] for group in one.optimizer.param_groups])
-        held += leaves(list(one.optimizer.state.values()))
-    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    held = [[*model.parameters(), *model.buffers()] for model in models]
+    states = [[one.param_groups, [*one.state.values()]] for one in optimizers]
+    tensors = [one for one in leaves([held, states]) if isinstance(one, torch.Tensor)]
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     found = {}
     for tensor in tensors:

@@ -14,7 +14,6 @@ from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.models.compiling import TorchDynamoPlugin, resolve_dynamo
 from notebook_accel.training.precision import (
     PRECISIONS,
-    Precision,
     refuse_divided_layers,
     resolve_precision,
 )
@@ -32,7 +31,6 @@ from notebook_accel.training.settings.handlers import (
     pick_handler,
 )
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.stepping.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.strategies import (
@@ -52,21 +50,15 @@ UNBUILT = {
 _NOTHING = (None, "no", "NO")
 
 
-@dataclass
-class Plan:
+@dataclass(kw_only=True)
+class Plan(Request):
     """The settings with which one ``Accelerator`` prepares its objects."""
 
-    topology: topology.Topology
     strategy: Strategy
-    precision: Precision
-    accumulation: Accumulation
     loaders: DataLoaderConfiguration
-    handlers: list[KwargsHandler]
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...] | None
-    plugins: Mapping[str, StrategyPlugin]
-    dynamo: TorchDynamoPlugin
 
     def settings(self) -> AcceleratorSettings:
         """Return the settings that ``AcceleratorState`` shows."""
@@ -138,34 +130,26 @@ def make_plan(
             f"cpu=True came too late: this rank computes on {found.device}. Make the rank's first "
             "Accelerator (or PartialState) with cpu=True, or launch with devices='cpu'",
         )
-    precision = PRECISIONS[precision_name](
-        found.device,
-        autocast=pick_handler(checked, AutocastKwargs),
-        scaler=pick_handler(checked, GradScalerKwargs),
-        recipe=recipe,
-    )
-    accumulation = Accumulation(window, found.device)
-    return Plan(
+    request = Request(
         topology=found,
-        strategy=make_strategy(
-            Request(
-                topology=found,
-                precision=precision,
-                handlers=checked,
-                plugins=chosen,
-                dynamo=compiling,
-                accumulation=accumulation,
-            )
+        precision=PRECISIONS[precision_name](
+            found.device,
+            autocast=pick_handler(checked, AutocastKwargs),
+            scaler=pick_handler(checked, GradScalerKwargs),
+            recipe=recipe,
         ),
-        precision=precision,
-        accumulation=accumulation,
-        loaders=loaders,
         handlers=checked,
+        plugins=chosen,
+        dynamo=compiling,
+        accumulation=Accumulation(window, found.device),
+    )
+    return Plan(
+        **vars(request),
+        strategy=make_strategy(request),
+        loaders=loaders,
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         rng_types=None if rng_types is None else check_rng_types(rng_types, found.device),
-        plugins=chosen,
-        dynamo=compiling,
     )
 
 

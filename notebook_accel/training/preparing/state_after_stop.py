@@ -142,7 +142,7 @@ class TensorPiece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPart:
+class RankPart(Rescued):
     """One rank's part of the training state of a stopped run, which the rank sends pickled.
 
     Rank 0 sends a model in one of two ways: with its weights inside, or as a copy without weights
@@ -156,16 +156,8 @@ class RankPart:
             sends them in full, inside the model or in its own ``weights``.
         optimizers: this rank's state dict of each optimizer, with a :class:`TensorPiece` for each
             sharded tensor; None for an optimizer whose states the notebook could not join.
-        dropped: why the optimizers' states are None, if the host has no memory for them.
+        missing: why the optimizers' states are None, if the host has no memory for them.
     """
-
-    models: list[Module | None]
-    weights: list[dict[str, Any] | None]
-    optimizers: list[dict[str, Any] | None]
-    schedulers: list[dict[str, Any]]
-    step: int
-    dropped: str = ""
-    files: dict[str, Any] = field(default_factory=dict)
 
     def join(self, others: Sequence[RankPart]) -> Rescued:
         """Return the full training state, joined from the parts of all ranks, in the notebook.
@@ -182,8 +174,8 @@ class RankPart:
             )
             for index, model in enumerate(self.models)
         ]
-        dropped = next((part.dropped for part in parts if part.dropped), "")
-        missing += [dropped] if dropped else []
+        dropped = [line for part in parts for line in part.missing][:1]
+        missing += dropped
         optimizers = [
             None
             if dropped
@@ -233,8 +225,9 @@ def parts_of(
     if not (is_first or any(in_parts)):
         if files:  # its random states
             own = {name: state for name, state in files.items() if name.startswith("random")}
-            parts = RankPart(models=[], weights=[], optimizers=[], schedulers=[], step=num_steps)
-            yield replace(parts, files=own)
+            yield RankPart(
+                models=[], weights=[], optimizers=[], schedulers=[], step=num_steps, files=own
+            )
         return
     models = [uncompiled(known.inner) for known in known_models]
     # Ranks of one machine that all have parts copy theirs at the same time.
@@ -244,10 +237,10 @@ def parts_of(
         notice(f"what was being trained is not kept: {_of_memory(needed, free)}")
         return
     optimizers = [strategy.own_optimizer_state(known.optimizer) for known in known_optimizers]
-    dropped = ""
+    dropped = []
     if (needed := needed + num_copies * num_bytes(optimizers)) > free:
-        dropped = f"the optimizers' states are not kept: {_of_memory(needed, free)}"
-        notice(dropped)
+        dropped = [f"the optimizers' states are not kept: {_of_memory(needed, free)}"]
+        notice(*dropped)
         optimizers = [None for _ in optimizers]
     without = RankPart(
         models=[None for _ in models],
@@ -258,7 +251,7 @@ def parts_of(
         optimizers=[_in_pieces(state) for state in optimizers],
         schedulers=[known.scheduler.state_dict() for known in known_schedulers],
         step=num_steps,
-        dropped=dropped,
+        missing=dropped,
         files=files,
     )
     if is_first:

@@ -165,7 +165,7 @@ class ProcessInfo:
             >>> report()
             'done'
         """
-        return self._only(function, lambda: self.is_main_process)
+        return self._only(function, lambda: self.is_main_process)  # type: ignore[no-any-return]
 
     def on_local_main_process(self, function: _Function) -> _Function:
         """Decorate a function so that it runs on the first rank of each machine only.
@@ -181,7 +181,7 @@ class ProcessInfo:
             >>> report()
             'done'
         """
-        return self._only(function, lambda: self.is_local_main_process)
+        return self._only(function, lambda: self.is_local_main_process)  # type: ignore[no-any-return]
 
     def on_last_process(self, function: _Function) -> _Function:
         """Decorate a function so that it runs on the last rank only.
@@ -197,7 +197,7 @@ class ProcessInfo:
             >>> report()
             'done'
         """
-        return self._only(function, lambda: self.is_last_process)
+        return self._only(function, lambda: self.is_last_process)  # type: ignore[no-any-return]
 
     def on_process(self, function: Any = None, process_index: int = 0) -> Any:
         """Decorate a function so that it runs on one rank only.
@@ -217,8 +217,6 @@ class ProcessInfo:
             >>> report()
             'done'
         """
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
         return self._only(
             function, lambda: not self.use_distributed or self.process_index == process_index
         )
@@ -241,8 +239,6 @@ class ProcessInfo:
             >>> report()
             'done'
         """
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(
             function,
             lambda: not self.use_distributed or self.local_process_index == local_process_index,
@@ -264,10 +260,13 @@ class ProcessInfo:
             print(*values, **options)  # noqa: T201
 
     @staticmethod
-    def _only(function: _Function, is_the_one: Callable[[], bool]) -> _Function:
+    def _only(function: Any, is_the_one: Callable[[], bool]) -> Any:
+        if function is None:
+            return functools.partial(ProcessInfo._only, is_the_one=is_the_one)
+
         # Asked at the call: a decorated function may be older than the process group.
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if is_the_one() else None
 
-        return run  # type: ignore[return-value]
+        return run

@@ -153,11 +153,18 @@ def find_executable_batch_size(
         )
     start = batch_size = starting_batch_size
     reduce = _with_argument(reduce_batch_size_fn)
+    name = getattr(function, "__name__", type(function).__name__)
 
     @wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         nonlocal batch_size
-        _check_call(function, args, kwargs)
+        try:
+            inspect.signature(function).bind(0, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}() is given its batch size, as its first argument, by "
+                f"find_executable_batch_size: leave it out of the call ({error})"
+            ) from None
         while batch_size > 0:
             clear_device_cache(garbage_collection=True)
             try:
@@ -177,7 +184,7 @@ def find_executable_batch_size(
         batch_size = start
         clear_device_cache(garbage_collection=True)
         raise RuntimeError(
-            f"No executable batch size found: {_name(function)}() ran out of memory with each one "
+            f"No executable batch size found: {name}() ran out of memory with each one "
             f"from {start} down. Free what the process holds (release_memory) or make the model "
             f"smaller. The last error: {reason}"
         )
@@ -194,19 +201,3 @@ def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
     except TypeError:
         return reduce
     return lambda _: reduce()
-
-
-def _check_call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    try:
-        inspect.signature(function).bind(0, *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{_name(function)}() is given its batch size, as its first argument, by "
-            f"find_executable_batch_size: leave it out of the call ({error})"
-        ) from None
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

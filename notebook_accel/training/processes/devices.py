@@ -13,7 +13,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from notebook_accel import wire
 from notebook_accel.errors import ConfigError
-from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import DeviceMemory
 from notebook_accel.training.collectives.exchange import Exchange
 from notebook_accel.training.settings import environment
@@ -44,8 +43,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
         if driver.is_used():
             chosen: torch.device = driver.device()
             return chosen
-    found = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if found else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     named = _named_device(accelerator)
     if accelerator is None or (named is not None and named.type == "cpu"):
         return HOST
@@ -117,9 +115,7 @@ def manual_seed(device: torch.device, seed: int) -> None:
 
 def default_device() -> torch.device:
     """Return the current accelerator, or the CPU if there is none, without initializing it."""
-    if not torch.accelerator.is_available():
-        return HOST
-    return torch.accelerator.current_accelerator() or HOST
+    return torch.accelerator.current_accelerator(check_available=True) or HOST
 
 
 def make_current(device: torch.device) -> None:
@@ -128,35 +124,23 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """The accelerators that a process sees; ``memory`` in bytes, 0 if unknown."""
-
-    kind: str
-    names: tuple[str, ...]
-    memory: tuple[int, ...]
-    versions: dict[str, str]
-    problem: str = ""
-
-
-def inventory() -> Inventory:
+def inventory() -> wire.Devices:
     """Find the accelerators that this process sees, with their memory and library versions."""
-    accelerator = torch.accelerator.current_accelerator()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        is_there = accelerator is not None and torch.accelerator.is_available()
-    if accelerator is None or not is_there:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         # Torch says behind it where in its own source it warns.
         said = (str(one.message).partition(" (Triggered internally")[0] for one in caught)
         versions = {"torch": str(torch.__version__)}
-        return Inventory("cpu", (), (), versions, problem="; ".join(said))
+        return wire.Devices(kind="cpu", versions=versions, problem="; ".join(said))
     kind = accelerator.type
     module = torch.get_device_module(kind)
     name = getattr(module, "get_device_name", lambda _: kind)
     properties = getattr(module, "get_device_properties", lambda _: None)
     indices = range(torch.accelerator.device_count())
     names = tuple(str(name(index)) for index in indices)
-    return Inventory(
+    return wire.Devices(
         kind=kind,
         names=names,
         memory=tuple(int(getattr(properties(index), "total_memory", 0)) for index in indices),
@@ -211,17 +195,6 @@ def distributed_type(device: torch.device, num_processes: int) -> DistributedTyp
     return types.get(f"MULTI_{device.type.upper()}", DistributedType.MULTI_GPU)
 
 
-def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
-    """Return keyword arguments for ``dist.barrier``: the device's index where a device waits."""
-    waits = device.index is not None and of_torch.is_asynchronous(backend)
-    return {"device_ids": [device.index]} if waits else {}
-
-
-def is_host(device: torch.device) -> bool:
-    """Return whether a device is the CPU."""
-    return device.type == "cpu"
-
-
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability (major, minor) of a CUDA device; None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -254,7 +227,7 @@ class EventClock:
     def __init__(self, device: torch.device) -> None:
         module = getattr(torch, device.type, None)
         # What has no module, as XLA, has no events.
-        self.is_host = is_host(device) or module is None
+        self.is_host = device.type == "cpu" or module is None
         self._device = device
         # Into a graph that is being captured no event of ours may come, nor may one be asked.
         self._captures = getattr(module, "is_current_stream_capturing", bool)

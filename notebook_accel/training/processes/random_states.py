@@ -18,12 +18,18 @@ from notebook_accel.training.processes import devices
 _NUMPY_WORDS = 624  # of the state of its Mersenne twister
 
 
-def get_random_states(device: torch.device) -> dict[str, Any]:
+def get_random_states(device: torch.device = devices.HOST) -> dict[str, Any]:
     """Return the random states of Python, numpy, torch and the rank's device.
 
     They are plain values and tensors, ready to be saved; :func:`set_random_states` restores them.
     """
-    return {**get_host_states(), **get_torch_states(device)}
+    of_numpy: Any = np.random.get_state(legacy=False)
+    if of_numpy["bit_generator"] == "MT19937":  # the default; others have no tuple
+        words = of_numpy["state"]
+        of_gauss = of_numpy["has_gauss"], of_numpy["gauss"]
+        of_numpy = ("MT19937", words["key"].tolist(), words["pos"], *of_gauss)
+    own = get_torch_states(device)
+    return {"random_state": random.getstate(), "numpy_random_seed": of_numpy, **own}
 
 
 def get_torch_states(device: torch.device) -> dict[str, Any]:
@@ -31,23 +37,6 @@ def get_torch_states(device: torch.device) -> dict[str, Any]:
     states = {"torch_manual_seed": torch.get_rng_state()}
     own = devices.get_rng_state(device)
     return states if own is None else {**states, _device_key(device): own}
-
-
-def get_host_states() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch's CPU, without that of the device.
-
-    They are plain values, as checkpoints keep them, and take 60 us.
-    """
-    of_numpy: Any = np.random.get_state(legacy=False)
-    if of_numpy["bit_generator"] == "MT19937":  # the default; others have no tuple
-        words = of_numpy["state"]
-        of_gauss = of_numpy["has_gauss"], of_numpy["gauss"]
-        of_numpy = ("MT19937", words["key"].tolist(), words["pos"], *of_gauss)
-    return {
-        "random_state": random.getstate(),
-        "numpy_random_seed": of_numpy,
-        "torch_manual_seed": torch.get_rng_state(),
-    }
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.nn import Module
 
@@ -25,15 +25,10 @@ _WRAPPED = "models that are wrapped in the process group"
 _HAS_MESH = "a device mesh was made of the process group"
 
 
-class _Wrapped(NamedTuple):
-    model: weakref.ref[Module]
-    wrap_again: Callable[[Any], None]
-
-
 def note_wrapped(model: Module, wrap_again: Callable[[Any], None]) -> None:
     """Register a prepared model that has to be wrapped again in a new process group."""
     wrapped = current().shared.setdefault(_WRAPPED, [])
-    wrapped.append(_Wrapped(weakref.ref(model), wrap_again))
+    wrapped.append((weakref.ref(model), wrap_again))
 
 
 def note_mesh() -> None:
@@ -61,13 +56,13 @@ def renew_group() -> list[str]:
             "the Accelerator, and prepare what it trains, again"
         )
         return [line]
-    wrapped: list[_Wrapped] = current().shared.get(_WRAPPED, [])
-    models = [one.model() for one in wrapped]
+    wrapped = [(held(), wrap_again) for held, wrap_again in current().shared.get(_WRAPPED, [])]
     # On one rank a traceback may keep a model that is gone on the others.
-    alive = [index for index, model in enumerate(models) if model is not None]
+    alive = [index for index, (model, _) in enumerate(wrapped) if model is not None]
     everywhere = set(alive).intersection(*gather_object([alive]))
     for index in sorted(everywhere):
-        wrapped[index].wrap_again(models[index])
+        model, wrap_again = wrapped[index]
+        wrap_again(model)
     if not everywhere:
         return []
     line = (

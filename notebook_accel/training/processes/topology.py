@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import RankContext, current, has_context, has_process_group
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.processes import devices
@@ -118,7 +119,8 @@ def barrier() -> None:
     if not has_process_group():
         exchange().barrier()
     elif here.num_processes > 1:
-        dist.barrier(**devices.barrier_kwargs(here.device, here.backend or ""))
+        waits = here.device.index is not None and of_torch.is_asynchronous(here.backend or "")
+        dist.barrier(device_ids=[here.device.index] if waits else None)
 
 
 def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.processes.random_states import get_torch_states
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin, as_steps
@@ -148,8 +149,11 @@ class Accumulation:
         return current_accumulation, ()
 
 
-class Window:
-    """Context manager that ``Accelerator.accumulate`` returns: it is entered once per batch.
+@contextmanager
+def window(
+    accumulation: Accumulation, models: Sequence[Models], sync: GradientSync
+) -> Iterator[None]:
+    """Return the context manager of ``Accelerator.accumulate``, which is entered once per batch.
 
     It keeps the ranks from exchanging gradients on all batches of a window but the last one, unless
     ``sync_each_batch`` is set. (A window is the group of batches whose gradients are summed for one
@@ -159,43 +163,23 @@ class Window:
         sync: ``sync(model, False)`` returns a context in which the model's backward exchanges no
             gradients; with True the backward exchanges them.
     """
-
-    __slots__ = ("_accumulation", "_is_last", "_models", "_outer", "_stack", "_sync")
-
-    def __init__(
-        self, accumulation: Accumulation, models: Sequence[Models], sync: GradientSync
-    ) -> None:
-        self._accumulation = accumulation
-        self._models = models
-        self._sync = sync
-        self._outer = False
-        self._is_last = False
-        self._stack: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        accumulation = self._accumulation
-        accumulation.advance()
-        self._outer = accumulation.inside
-        accumulation.inside = True
-        self._is_last = accumulation.sync_gradients and accumulation.num_steps > 1
-        if self._is_last:
-            for optimizer in accumulation.optimizers:
-                optimizer.begin_last_batch()
-        if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
-            return
-        self._stack = ExitStack()
-        for each in self._models:
-            for model in each if isinstance(each, (list, tuple)) else (each,):
+    accumulation.advance()
+    outer, accumulation.inside = accumulation.inside, True
+    is_last = accumulation.sync_gradients and accumulation.num_steps > 1
+    stepped = [*accumulation.optimizers] if is_last else []
+    for optimizer in stepped:
+        optimizer.begin_last_batch()
+    with ExitStack() as stack:
+        if not (accumulation.sync_gradients or accumulation.plugin.sync_each_batch):
+            for model in leaves(models):
                 if isinstance(model, torch.nn.Module):  # callers also name optimizers and losses
-                    self._stack.enter_context(self._sync(model, False))
-
-    def __exit__(self, *exception: object) -> None:
-        self._accumulation.inside = self._outer
-        if self._is_last:
-            for optimizer in self._accumulation.optimizers:
+                    stack.enter_context(sync(model, False))
+        try:
+            yield
+        finally:
+            accumulation.inside = outer
+            for optimizer in stepped:
                 optimizer.end_last_batch()
-        if self._stack is not None:
-            self._stack.__exit__(*exception)  # type: ignore[arg-type]
 
 
 def current_accumulation() -> Accumulation:

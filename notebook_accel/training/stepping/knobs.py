@@ -18,13 +18,12 @@ from notebook_accel.rank.this_rank import current
 class Knob:
     """A value that changes while a training goes on; ``accelerator.knob`` makes it."""
 
-    def __init__(
-        self, made: wire.KnobMade, on_change: Callable[[wire.KnobValue], object] | None
-    ) -> None:
+    def __init__(self, made: wire.KnobMade, limits: dict[str, Any]) -> None:
         self.name = made.name
         self.value = made.value
+        self._limits = limits
+        self._on_change: Callable[[wire.KnobValue], object] | None = None
         self._made = made
-        self._on_change = on_change
 
     def take(self, value: object) -> None:
         """Take a new value, at a common step of all ranks."""
@@ -50,16 +49,10 @@ class Knob:
 
     def report(self) -> None:
         """Tell the notebook of the knob."""
-        fields = ("name", "value", "low", "high", "log", "choices")
-        made = {name: getattr(self._made, name) for name in fields}
-        current().report(wire.KnobMade, **{**made, "value": self.value})
+        current().report(wire.KnobMade, name=self.name, value=self.value, **self._limits)
 
     def __repr__(self) -> str:
         return f"<Knob {self.name}={self.value!r}>"
-
-
-def _kind(made: wire.KnobMade) -> tuple[Any, ...]:
-    return type(made.value), made.low, made.high, made.log, made.choices
 
 
 def make_knob(
@@ -76,21 +69,20 @@ def make_knob(
     if not isinstance(name, str) or not name:
         raise ConfigError(f"knob({name!r}): its name is a text, such as 'lr'")
     _check(name, default, low, high, log=log)
-    made = wire.KnobMade(
-        name=name, value=default, low=low, high=high, log=log, choices=tuple(choices or ())
-    )
+    limits: dict[str, Any] = {"low": low, "high": high, "log": log, "choices": tuple(choices or ())}
+    made = wire.KnobMade(name=name, value=default, **limits)
     checked(made, default)
     context = current()
     known: Knob | None = context.knobs_made.get(name)
     if known is None:
-        known = context.knobs_made[name] = Knob(made, on_change)
+        known = context.knobs_made[name] = Knob(made, limits)
         if name in context.knobs:  # set before it was made, or loaded from a checkpoint
             if name in context.first_knobs:  # a clone's, which has nothing to lose yet
                 checked(made, context.knobs[name])
             known.accept(context.knobs[name])
         if context.rank == 0:
             known.report()
-    elif _kind(known._made) != _kind(made):
+    elif (type(known.value), known._limits) != (type(default), limits):
         raise ConfigError(
             f"knob({name!r}): it was made before with another type, range or choices; take another "
             "name for another knob"

@@ -137,12 +137,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._drop_unreduced = drop_unreduced
         # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
         with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
-            own = weakref.ref(self)
+            own = weakref.proxy(self)
 
             def note_used(*_: Any) -> None:
-                stepped = own()
-                if stepped is not None:
-                    stepped._used = stepped._has_stepped = True
+                own._used = own._has_stepped = True
 
             handle = optimizer.register_step_post_hook(note_used)
             weakref.finalize(self, handle.remove)
@@ -369,14 +367,8 @@ class UnpreparedWatch:
         if self._started or (self.scaling is None and self._accumulation.num_steps == 1):
             return
         self._started = True
-        watch = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            seen = watch()
-            if seen is not None:
-                seen._look(optimizer)
-
-        handle = register_optimizer_step_pre_hook(before_step)
+        watch = weakref.proxy(self)
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: watch._look(optimizer))
         weakref.finalize(owner, handle.remove)
 
     def _look(self, optimizer: Optimizer) -> None:

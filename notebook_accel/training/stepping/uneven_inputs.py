@@ -8,7 +8,7 @@ A model whose weights are sharded over the ranks does not: the other ranks would
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.distributed.algorithms.join import Join
@@ -68,11 +68,8 @@ def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
             f"and streams that each rank reads: {len(asked) - len(found)} of the {len(asked)} "
             "prepared loaders stay as they are",
         )
-    before = [shard.even_batches for shard in found]
-    for shard in found:
-        shard.even_batches = value
-    try:
+    with ExitStack() as restored:
+        for shard in found:
+            restored.callback(setattr, shard, "even_batches", shard.even_batches)
+            shard.even_batches = value
         yield
-    finally:
-        for shard, was in zip(found, before, strict=True):
-            shard.even_batches = was

@@ -33,7 +33,6 @@ from torch.nn import Module
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.processes import devices
 
 # As it is outside of a block: inside, torch has put its ring in its place.
 _attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
@@ -48,9 +47,8 @@ class SequenceDivider:
         self._mesh = mesh
         self._device = device
         self._exchange = exchange
-        # Of the length of sequences that came last: this rank's positions, and those of all.
-        self._length = 0
-        self._positions = (torch.empty(0), torch.empty(0))
+        # Those of the length of sequences that came last.
+        self._positions_of = functools.lru_cache(1)(self._find_positions)
 
     @contextmanager
     def divided(
@@ -85,25 +83,23 @@ class SequenceDivider:
                     no_restore_buffers=no_restore,
                 )
             )
-            if devices.is_host(self._device):  # where torch's ring attention does not work
+            if self._device.type == "cpu":  # where torch's ring attention does not work
                 stack.enter_context(_replaced_attention(self._mesh.get_group(), own, of_ranks))
             shared = current().shared
             shared[_POSITIONS] = own
             stack.callback(shared.pop, _POSITIONS)
             yield
 
-    def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _find_positions(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions that this rank has, and those of all ranks one after the other."""
-        if length != self._length:
-            own = torch.arange(length, device=self._device)
-            with context_parallel(
-                self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
-            ):
-                pass  # ``own`` keeps this rank's part
-            of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
-            dist.all_gather(of_ranks, own, group=self._mesh.get_group())
-            self._length, self._positions = length, (own, torch.cat(of_ranks))
-        return self._positions
+        own = torch.arange(length, device=self._device)
+        with context_parallel(
+            self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
+        ):
+            pass  # ``own`` keeps this rank's part
+        of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
+        dist.all_gather(of_ranks, own, group=self._mesh.get_group())
+        return own, torch.cat(of_ranks)
 
 
 def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> None:
@@ -205,21 +201,13 @@ def fit_decoder(model: Module) -> None:
 
 
 # Module-level functions: a model with its hooks can be copied and pickled.
-def _without_mask(
-    module: Module,  # noqa: ARG001
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_mask(_: Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if _POSITIONS in current().shared and kwargs.get("attention_mask") is not None:
         kwargs["attention_mask"] = None
     return args, kwargs
 
 
-def _with_positions(
-    module: Module,  # noqa: ARG001
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_positions(_: Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     positions = current().shared.get(_POSITIONS)
     if positions is not None and kwargs.get("position_ids") is None:
         kwargs["position_ids"] = positions[None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -50,21 +49,12 @@ class DDPStrategy(TakesSpreadModels):
         has_index = given.device is not None and given.device.index is not None
         device_ids = [given.device] if has_index else None
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **options.to_kwargs())
-        options.register_comm_hook(wrapped)
         # True for torch, which writes a bool there in each forward, `model.forward(...)` included:
         # an int says that there was none.
         wrapped.require_forward_param_sync = 1  # type: ignore[assignment]
-
-        def wrap_again(wrapped: Any) -> None:
-            # In place: the user's names, and the Accelerator, refer to this very object.
-            inner, training = wrapped.module, wrapped.training
-            wrapped.__init__(inner, device_ids=device_ids, **options.to_kwargs())
-            wrapped.training = training
-            options.register_comm_hook(wrapped)
-            _note_what_trains(wrapped, wrap_again)
-
-        note_wrapped(wrapped, wrap_again)
-        _note_what_trains(wrapped, wrap_again)
+        wrapped.register_forward_pre_hook(_follow_what_trains)
+        _note_what_trains(wrapped, options)
+        note_wrapped(wrapped, _wrap_again)
         return wrapped
 
     def wrap_optimizer(
@@ -89,7 +79,7 @@ class DDPStrategy(TakesSpreadModels):
                     model.module.to(model.device)
                 # They keep where autograd adds up gradients, of the size that weights had.
                 del model.reducer, model.logger
-                _wrap_again(model, known)
+                _wrap_again(model, is_in_block=True)
             return True
         trains = any(weight.requires_grad for weight in model.parameters())
         return not trains or has_parts(model.parameters())
@@ -102,7 +92,7 @@ class _WrappedFor(NamedTuple):
     trains: list[bool]
     sizes: list[torch.Size]
     """Code may change them in place."""
-    wrap_again: Callable[[Any], None]
+    options: DistributedDataParallelKwargs
 
     def fits(self, wrapped: Module) -> bool:
         """Return whether the wrapper can stay.
@@ -126,18 +116,11 @@ _WRAPPED: WeakKeyDictionary[Module, _WrappedFor] = WeakKeyDictionary()
 _THAW_HOOKS: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
 
 
-def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> None:
-    """Install a hook that makes a DDP wrapper anew once the set of trainable weights changes.
-
-    Before each forward, the hook compares ``requires_grad`` of the weights with the values recorded
-    now, and calls ``wrap_again(wrapped)`` if any differ. A DDP wrapper exchanges only the gradients
-    of weights that were trainable when it was made. Without the hook, unfreezing a weight later
-    would let the ranks silently diverge; after freezing a weight, the next forward would raise.
-    """
+def _note_what_trains(wrapped: Any, options: DistributedDataParallelKwargs) -> None:
+    options.register_comm_hook(wrapped)
     weights = list(wrapped.parameters())
     trains, sizes = [one.requires_grad for one in weights], [one.shape for one in weights]
-    _WRAPPED[wrapped] = _WrappedFor(weights, trains, sizes, wrap_again)
-    wrapped.register_forward_pre_hook(_follow_what_trains)
+    _WRAPPED[wrapped] = _WrappedFor(weights, trains, sizes, options)
 
 
 def _warn_if_thawed(model: Module, _: Any) -> None:
@@ -163,20 +146,26 @@ def _warn_if_bypassed(optimizer: Optimizer) -> None:
 
 
 def _follow_what_trains(wrapped: Any, _: Any) -> None:
+    """Make a DDP wrapper anew, before a forward, if the set of weights that train has changed."""
+    # It exchanges only the gradients of weights that trained when it was made: ranks would silently
+    # diverge after one is unfrozen, and the forward would raise after one is frozen.
     known = _WRAPPED.get(wrapped)  # a copy is on its own
     if known is None or not torch.is_grad_enabled():
         return
     trains = [weight.requires_grad for weight in known.weights]
     # Where nothing trains there is nothing to exchange, and torch would not wrap it.
     if trains != known.trains and any(trains):
-        _wrap_again(wrapped, known)
+        _wrap_again(wrapped, is_in_block=True)
 
 
-def _wrap_again(wrapped: Any, known: _WrappedFor) -> None:
-    # It is made anew: without the hooks of the user and ours, which are dictionaries of a module,
-    # and as if it were called outside of no_sync() and of join().
+def _wrap_again(wrapped: Any, *, is_in_block: bool = False) -> None:
+    """Make a DDP wrapper anew in place: the user's names, and the Accelerator, refer to it."""
+    # The hooks of the user and ours are dictionaries of a module.
     hooks = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
-    kept = {name: vars(wrapped)[name] for name in (*hooks, *_OF_BLOCKS) if name in vars(wrapped)}
-    kept |= of_torch.join_flags(wrapped)
-    known.wrap_again(wrapped)
+    kept = {name: vars(wrapped)[name] for name in (*hooks, "training")}
+    if is_in_block:  # of no_sync() or join()
+        kept |= {name: vars(wrapped)[name] for name in _OF_BLOCKS} | of_torch.join_flags(wrapped)
+    options = _WRAPPED[wrapped].options
+    wrapped.__init__(wrapped.module, device_ids=wrapped.device_ids, **options.to_kwargs())
     vars(wrapped).update(kept)
+    _note_what_trains(wrapped, options)

@@ -27,7 +27,7 @@ The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -68,15 +68,13 @@ def parallelize(
     # Found now: the plugin names the modules to ignore, and names change once a stage has dropped
     # blocks.
     ignored = plugin.ignored_parts(model) if data else []
-    make_ready: Callable[..., None] = partial(
-        _make_ready, plugin=plugin, dtype=dtype if data else None, device=device
-    )
+    make_ready = partial(_make_ready, plugin=plugin, dtype=dtype if data else None, device=device)
     # Every rank decides alike, even if only some have read the weights: all broadcast in one order.
     # It may wait for step 6 where the steps between take weights as they are, and no weight is in
     # both a unit and an ignored module.
-    if "pp" in dimensions or "tp" in dimensions or ignored:
+    is_ready = "pp" in dimensions or "tp" in dimensions or bool(ignored)
+    if is_ready:
         make_ready(model, home=torch.device("cpu"))
-        make_ready = _leave
     own_blocks: list[Module] = []
     if "pp" in dimensions:
         # Imported here: torch's pipelines take seconds, for those who use them alone.
@@ -104,7 +102,7 @@ def parallelize(
             dtype=dtype,
             device=device,
             ignored=kept_whole,
-            make_ready=partial(make_ready, home=device),
+            make_ready=(lambda _: None) if is_ready else make_ready,
         )
     move_what_is_whole(model, device)  # before a hook has noted where a weight lies
     if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
@@ -119,22 +117,17 @@ def parallelize(
 
 def _make_ready(
     model: Module,
-    *,
-    home: torch.device,
     plugin: FullyShardedDataParallelPlugin,
     dtype: torch.dtype | None,
     device: torch.device,
+    home: torch.device | None = None,
 ) -> None:
     """Initialize a module's weights before it is sharded; all ranks call it."""
-    fill_empty(model, home, plugin)
+    fill_empty(model, home or device, plugin)
     if dtype is not None:
         keep_in_full_precision(model, dtype)
     if plugin.sync_module_states:
         start_alike(model, device)
-
-
-def _leave(model: Module, *, home: torch.device) -> None:
-    """Do nothing; replaces :func:`_make_ready` once the full model is initialized."""
 
 
 def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:

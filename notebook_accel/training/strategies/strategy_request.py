@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +18,17 @@ from notebook_accel.training.settings.handlers import KwargsHandler
 from notebook_accel.training.stepping.accumulation import Accumulation
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Request:
     """The settings and the number of ranks by which a strategy is chosen and made."""
 
     topology: Topology
     precision: Precision
-    handlers: Sequence[KwargsHandler] = ()
-    plugins: Mapping[str, Any] = field(default_factory=dict)
+    handlers: list[KwargsHandler]
+    plugins: Mapping[str, Any]
     """The plugins in use, by the arguments of ``Accelerator``: ``plugins["fsdp_plugin"]``."""
-    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
-    accumulation: Accumulation | None = None
+    dynamo: TorchDynamoPlugin
+    accumulation: Accumulation
     """The windows, for a strategy whose library exchanges gradients by them."""
 
 

@@ -57,7 +57,6 @@ class DeepSpeedZero(Strategy):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        assert request.accumulation is not None
         self.plugin = request.plugins["deepspeed_plugin"]
         self.label = f"DeepSpeed ZeRO-{self.plugin.zero_stage}"
         self.scaling = None
@@ -65,7 +64,7 @@ class DeepSpeedZero(Strategy):
         # The model and optimizer of the engine that this prepare() is to make, and its objects.
         self._expected: tuple[Module, Optimizer, PrepareCall] | None = None
         self._given_optimizer: Optimizer | None = None
-        self._accumulation: Accumulation = request.accumulation
+        self._accumulation = request.accumulation
         # Whether the next backward ends its window; None: as the window says.
         self._exchanges: bool | None = None
         # The types of the user's weights before DeepSpeed's; saved weights get them back.

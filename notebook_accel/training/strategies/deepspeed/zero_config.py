@@ -8,7 +8,6 @@ from typing import Any
 from torch.nn import Module
 
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
-from notebook_accel.training.processes.devices import is_host
 from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import (
     AUTO,
@@ -71,7 +70,7 @@ def complete(
     # another on the host.
     made.setdefault("zero_allow_untested_optimizer", True)
     made.setdefault("zero_force_ds_cpu_optimizer", False)
-    if is_host(topology.device) and "params" in made.get("optimizer", {}):
+    if topology.device.type == "cpu" and "params" in made.get("optimizer", {}):
         # DeepSpeed's own Adam is compiled at its first use, which takes minutes and a compiler.
         made["optimizer"]["params"].setdefault("torch_adam", True)
     return made
