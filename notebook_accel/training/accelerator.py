@@ -72,7 +72,6 @@ from notebook_accel.training.stepping.knobs import Knob, make_knob
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
-from notebook_accel.training.strategies import Strategy
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking.active_trackers import Tracking
 from notebook_accel.training.tracking.profiling import profile
@@ -84,8 +83,6 @@ from notebook_accel.wire import KnobValue
 Path_ = str | os.PathLike[str]
 _Item = TypeVar("_Item")
 _Handler = TypeVar("_Handler", bound=KwargsHandler)
-# Where a rank keeps the strategy of its newest Accelerator.
-_STRATEGY = "strategy"
 
 
 class Accelerator(ProcessInfo):
@@ -246,7 +243,6 @@ class Accelerator(ProcessInfo):
         self._checkpoints = Checkpoints(self._prepared, self.project_configuration)
         self._triggered = False
         self._accumulation.show()
-        current().shared[_STRATEGY] = self._strategy
         self._strategy.data_group.show()
         plan.settings().show()
         self._prepared.watch.start(self)
@@ -588,7 +584,8 @@ class Accelerator(ProcessInfo):
             >>> with accelerator.trigger_sync_in_backward(model):
             ...     accelerator.backward(loss)
         """
-        strategy: Strategy = current().shared[_STRATEGY]
+        strategy = newest_settings().strategy
+        assert strategy is not None
         return strategy.gradient_sync(model, True)
 
     def autocast(
@@ -1526,8 +1523,7 @@ class Accelerator(ProcessInfo):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use; None without DeepSpeed."""
-        plugin: Any = self._plan.plugins.get("deepspeed_plugin")
-        return plugin  # type: ignore[no-any-return]
+        return self._plan.plugins.get("deepspeed_plugin")
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:

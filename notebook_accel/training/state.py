@@ -26,6 +26,7 @@ from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
 from notebook_accel.training.settings.parallelism import ParallelismConfig
+from notebook_accel.training.strategies import Strategy
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
 _SETTINGS = "accelerator settings"
@@ -157,18 +158,13 @@ class AcceleratorSettings:
     """Settings with which this rank's newest ``Accelerator`` was made.
 
     The ``Accelerator`` makes this object, and ``AcceleratorState`` shows it. ``plugins`` are named
-    by the argument of ``Accelerator``, such as "fsdp_plugin". ``distributed_type`` is None if it
-    follows from the device and the number of ranks. ``dynamo`` has the settings of
-    ``torch.compile``.
+    by the argument of ``Accelerator``, such as "fsdp_plugin". ``strategy`` is None before there is
+    an ``Accelerator``. ``dynamo`` has the settings of ``torch.compile``.
     """
 
     mixed_precision: str
-    distributed_type: DistributedType | None = None
-    """None: as the topology says."""
+    strategy: Strategy | None = None
     plugins: Mapping[str, Any] = field(default_factory=dict)
-    """By the arguments of ``Accelerator``."""
-    parallelism: ParallelismConfig | None = None
-    mesh: DeviceMesh | None = None
     dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
 
     def show(self) -> None:
@@ -248,7 +244,8 @@ class AcceleratorState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """How the ranks train together, such as ``DistributedType.MULTI_CPU``."""
-        return self._settings.distributed_type or super().distributed_type
+        strategy = self._settings.strategy
+        return (strategy and strategy.distributed_type) or super().distributed_type
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -266,12 +263,12 @@ class AcceleratorState(PartialState):
 
         None if neither ``parallelism_config`` nor a plugin set it.
         """
-        return self._settings.parallelism
+        return one.parallelism if (one := self._settings.strategy) else None
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """Device mesh of the ranks; None without ``parallelism_config`` or a sharding plugin."""
-        return self._settings.mesh
+        return one.mesh if (one := self._settings.strategy) else None
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:

@@ -115,9 +115,7 @@ def _digest(batch: Any) -> str:
 def _name_of(loader: DataLoader[Any], frame: FrameType | None) -> str:
     """Return the name of a loader in the code that reads it; libraries between are left out."""
     while frame is not None:
-        owner = (
-            vars(frame.f_locals["self"]) if hasattr(frame.f_locals.get("self"), "__dict__") else {}
-        )
+        owner = getattr(frame.f_locals.get("self"), "__dict__", {})
         known = [("", frame.f_locals), ("self.", owner), ("", frame.f_globals)]
         for prefix, names in known if "-packages" not in frame.f_code.co_filename else ():
             for name, value in list(names.items()):

@@ -62,15 +62,7 @@ class Plan(Request):
 
     def settings(self) -> AcceleratorSettings:
         """Return the settings that ``AcceleratorState`` shows."""
-        return AcceleratorSettings(
-            self.precision.name,
-            # None where the topology tells it.
-            self.strategy.distributed_type,
-            self.plugins,
-            self.strategy.parallelism,
-            self.strategy.mesh,
-            self.dynamo,
-        )
+        return AcceleratorSettings(self.precision.name, self.strategy, self.plugins, self.dynamo)
 
 
 def make_plan(

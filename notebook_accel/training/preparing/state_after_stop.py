@@ -311,9 +311,10 @@ def _whole_model(
 
 
 def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
+    found = [part for part in parts if part is not None]
     try:
-        if any(part is not None for part in parts):
-            return _joined([part for part in parts if part is not None])
+        if found:
+            return _joined(found)
         problem = "cannot be put together of what each rank has for itself"
     except ValueError as error:
         problem = str(error)

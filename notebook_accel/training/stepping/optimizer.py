@@ -372,8 +372,13 @@ class UnpreparedWatch:
         weakref.finalize(owner, handle.remove)
 
     def _look(self, optimizer: Optimizer) -> None:
-        reason = self._reason()
-        if self._accumulation.is_stepping or not reason or optimizer in self._known:
+        if self.scaling is not None:
+            reason = "so it used gradients that are still multiplied with the loss scale"
+        elif not self._accumulation.sync_gradients:
+            reason = "so it used the gradients of a window that is not complete"
+        else:
+            return
+        if self._accumulation.is_stepping or optimizer in self._known:
             return
         self._known.add(optimizer)
         prepared = {id(weight) for model in self._models for weight in model.inner.parameters()}
@@ -382,10 +387,3 @@ class UnpreparedWatch:
                 f"{type(optimizer).__name__} was stepped without accelerator.prepare(optimizer), "
                 f"{reason}"
             )
-
-    def _reason(self) -> str:
-        if self.scaling is not None:
-            return "so it used gradients that are still multiplied with the loss scale"
-        if not self._accumulation.sync_gradients:
-            return "so it used the gradients of a window that is not complete"
-        return ""

@@ -73,8 +73,7 @@ class AcceleratedScheduler:
         if num_steps is None:
             num_steps = 1 if split_batches else self._num_shares
         self.scheduler = scheduler
-        several: Any = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        self.optimizers: list[AcceleratedOptimizer] = list(several)
+        self.optimizers = [*optimizers] if isinstance(optimizers, Sequence) else [optimizers]
         self.num_steps = num_steps
         self.step_with_optimizer = step_with_optimizer
         self._peak = 0.0

@@ -136,9 +136,7 @@ def _replaced_attention(
     """
     rings = F.scaled_dot_product_attention
 
-    @functools.cache  # one for all layers, [part, length]
-    def causal_mask() -> torch.Tensor:
-        return own[:, None] >= of_ranks[None, :]
+    causal_mask = own[:, None] >= of_ranks[None, :]  # one for all layers, [part, length]
 
     def replaced(
         query: torch.Tensor,  # this rank's, [..., length, width], as key and value
@@ -155,7 +153,7 @@ def _replaced_attention(
                 "no mask; leave attention_mask out of the model's inputs, without padding"
             )
         keys, values = (_gathered(part.contiguous(), group) for part in (key, value))
-        mask = causal_mask() if is_causal else None
+        mask = causal_mask if is_causal else None
         return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
     F.scaled_dot_product_attention = replaced  # type: ignore[assignment]

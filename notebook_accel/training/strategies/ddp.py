@@ -30,8 +30,7 @@ class DDPStrategy(TakesSpreadModels):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        asked = request.plugins.get("parallelism_config")
-        if asked is not None:
+        if (asked := self.parallelism) is not None:
             # Not used here: scripts average a loss over the mesh's "dp_cp", whatever its size.
             self.mesh = asked.device_mesh = asked.build_device_mesh(self.topology.device.type)
 

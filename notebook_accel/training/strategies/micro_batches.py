@@ -111,8 +111,8 @@ class Pipeline:
     """Where this rank computes."""
     prefix: str
     """How the names of blocks begin."""
-    model_name: str
-    """The name of the model's class, for messages."""
+    blocks_name: str
+    """What messages call the blocks."""
     own_weights: list[nn.Parameter] = field(default_factory=list, init=False)
     """Weights that only this rank of the pipeline has; empty until ``note_weights``."""
     shared_weights: list[nn.Parameter] = field(default_factory=list, init=False)
@@ -132,10 +132,6 @@ class Pipeline:
     # Torch's schedule, and the shapes that it was made for.
     _built: Any = field(default=None, init=False)
     _built_for: Any = field(default=None, init=False)
-
-    @property
-    def blocks_name(self) -> str:
-        return self.prefix.removesuffix(".") or self.model_name
 
     @property
     def has_last_stage(self) -> bool:

@@ -315,8 +315,7 @@ def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
 
 def _is_sharded(weight: torch.Tensor) -> bool:
     """Return whether ``fully_shard`` has sharded a weight, and so averages its gradients itself."""
-    mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-    return mesh is not None and "dp_shard" in (mesh.mesh_dim_names or ())
+    return isinstance(weight, DTensor) and "dp_shard" in (weight.device_mesh.mesh_dim_names or ())
 
 
 @contextmanager

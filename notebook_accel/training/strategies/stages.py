@@ -66,7 +66,7 @@ def cut(
         group=mesh.get_group(),
         device=device,
         prefix=prefix,
-        model_name=type(model).__name__,
+        blocks_name=prefix.removesuffix(".") or type(model).__name__,
     )
     kept = {index for stage in own_stages for index in ranges[stage]}
     for index, (name, block) in enumerate(parts):
