@@ -136,7 +136,8 @@ class Dashboard(View):
     def _begin_drawing(self) -> None:
         assert self._run is not None, "a view that draws is open"
         self._is_drawing = True
-        line = render_slim(self._run.state, now=self._run.state.now())
+        state = self._run.state
+        line = render_slim(state, now=state.now(), with_output=self._draws_updates)
         if not self._draws_updates:
             line = render_line(f"{line.text}. {_AT_THE_END}")
         # What says "starting" already stays until the panel comes: another line is a jump.
