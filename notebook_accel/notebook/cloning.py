@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ipywidgets
@@ -50,20 +51,24 @@ class CloneForm:
         self._clones: list[Run] = []
         box = ipywidgets.Checkbox
         self._warm = widgets.field(box, "warm", _WARM, indent=False, classes="na-warm")
-        self._start = widgets.button("Start", "Launch the clone", self._on_start)
+        # In a thread: a warm one begins once the run has come to a step.
+        start = partial(start_thread, self._clone, name="notebook-accel-clone")
+        self._start = widgets.button("Start", "Launch the clone", start)
         self.box = widgets.make(ipywidgets.VBox, classes="na-controls na-clone")
         # A trial of a sweep is cloned there, as one more trial.
-        can_clone = isinstance(cloner_of(self._handle), Cloner) and run.state.trial is None
+        can_clone = self._cloner is not None and run.state.trial is None
         self.buttons = [widgets.button("Clone", _TOOLTIP, self._on_open)] if can_clone else []
 
     @property
-    def _handle(self) -> Run:
-        """What the launch returned, which alone has the function; else, the run without it."""
-        return next((one for one in run_list.runs() if one.id == self._run.id), self._run)
+    def _cloner(self) -> Cloner | None:
+        """What the handle has that the launch returned: it alone has the function."""
+        handle = next((one for one in run_list.runs() if one.id == self._run.id), self._run)
+        found = cloner_of(handle)
+        return found if isinstance(found, Cloner) else None
 
     def _on_open(self) -> None:
-        cloner = cloner_of(self._handle)
-        if self.box.children or not isinstance(cloner, Cloner):
+        cloner = self._cloner
+        if self.box.children or cloner is None:
             self._say("" if self.box.children else f"Clone: {_GONE}")
             self.box.children = ()
             return
@@ -81,16 +86,14 @@ class CloneForm:
         last = self._widgets.make(ipywidgets.HBox, [self._warm, self._start], classes="na-knob")
         self.box.children = (title, *rows, last)
 
-    def _on_start(self) -> None:
-        # A warm one begins once the run has come to a step.
-        start_thread(self._clone, name="notebook-accel-clone")
-
     def _clone(self) -> None:
+        if self._start.disabled:  # many people click twice
+            return
+        self._start.disabled = True
         self._say("the clone starts")
-        handle, view = self._handle, self._below()
-        cloner = cloner_of(handle)
+        cloner, view = self._cloner, self._below()
         try:
-            if not isinstance(cloner, Cloner):
+            if cloner is None:
                 raise ConfigError(_GONE)
             chosen = [(knob, value_in(control, knob)) for knob, control in self._fields]
             changed = {knob.name: value for knob, value in chosen if value != knob.value}
@@ -101,12 +104,13 @@ class CloneForm:
             name = wording.arguments((), changed) or cloner.request.name
             again = replace(cloner.request, name=name, knobs=knobs, new_view=lambda **_: view)
             changes = {name: value for name, value in changed.items() if name not in both}
-            clone = Cloner(again)(handle, changes, warm=self._warm.value, block=False)
+            clone = Cloner(again)(self._run, changes, warm=self._warm.value, block=False)
             self._clones.append(clone)
             self._say(f"the clone has begun, below: {clone.name}")
         except Exception as error:  # nobody else would be told
             view.give_up()
             self._say(f"Clone: {error}")
+        self._start.disabled = False
 
 
 def _is_plain(value: object) -> bool:

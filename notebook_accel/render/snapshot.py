@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from markupsafe import Markup
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.curves import NotFinite
+from notebook_accel.launch.control.curves import NotFinite, to_draw
 from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.plotting import Point, metric_curves
 from notebook_accel.launch.control.run_state import RESCUED, RunState
@@ -299,7 +299,9 @@ def _other_displays(state: RunState) -> Markup:
 def _metrics(curves: Mapping[str, Sequence[Point]], original: _Before) -> Markup:
     if not curves:
         return Markup("")
-    names = list(curves)
+    # A knob that was set before the first value comes last all the same.
+    first = to_draw(curves)
+    names = [*first, *(name for name in curves if name not in first)]
     label, before = original
     drawn = {
         name: {"": curves[name], **({ORIGINAL: before[name]} if before.get(name) else {})}

@@ -251,10 +251,11 @@ def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook: Notebook
     output = notebook.output(number)
     output.get_by_role("button", name="Clone").click(timeout=60_000)
     output.locator(".na-clone input").first.fill("0.1")
-    output.get_by_role("button", name="Start").click()
+    output.get_by_role("button", name="Start").dblclick()
     clone = output.locator(".na-below .na-panel")
     expect(clone).to_contain_text("pale: trains (lr=0.3", timeout=60_000)
     expect(clone.locator(".na-charts path")).to_have_count(2)
+    expect(clone).to_have_count(1)
     output.get_by_role("button", name="Stop").first.click()
     # The summary stands above the clone's panel, which goes on.
     output.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)

@@ -161,6 +161,21 @@ def test_a_metric_that_no_trial_logs_is_told_with_those_that_they_log() -> None:
     assert len(caught.value.sweep) == 2, "the other trials would log it neither"  # type: ignore[attr-defined]
 
 
+def test_while_trials_go_on_the_best_so_far_is_named(tmp_path: Path) -> None:
+    def trains(lr: float, end: str) -> None:
+        Accelerator(cpu=True).log({"loss": lr})
+        while lr < 1.0 and not Path(end).exists():
+            time.sleep(0.01)
+
+    end = tmp_path / "end"
+    how: dict[str, Any] = {"metric": "loss", "devices": "cpu", "view": "none", "concurrent": 2}
+    found = sweep(trains, {"lr": [1.0, 0.1]}, kwargs={"end": str(end)}, block=False, **how)
+    best = "1 of 2 trials ended, 1 running, best loss 0.1 (trial 1)"
+    eventually(lambda: best in repr(found), within=SOON, what="it goes by what runs, too")
+    end.touch()
+    found.wait()
+
+
 def test_a_value_that_is_not_finite_is_never_the_best() -> None:
     found = on_cpu(train, {"lr": [float("nan"), 5.0, float("-inf")]}, metric="loss")
     assert found.best is found.runs[1]

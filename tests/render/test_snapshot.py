@@ -112,6 +112,12 @@ def test_a_plot_says_in_words_what_it_shows() -> None:
     assert alts == ["loss: 1 → 0.03688 at step 99", "accuracy: 1 → 0.03688 at step 99"]
 
 
+def test_the_chart_of_a_knob_comes_last_though_it_was_logged_first() -> None:
+    page = Tags(render_snapshot(running(2), metrics(["knob/lr", "loss"])).html)
+    alts = [value.partition(":")[0] for name, value in page.attributes if name == "alt" and value]
+    assert alts == ["loss", "knob/lr"]
+
+
 @pytest.mark.parametrize("state", [full(), succeeded(running(128)), running(1, name=HOSTILE)])
 def test_it_uses_only_what_a_sanitiser_keeps(state: RunState) -> None:
     markup = render_snapshot(state, metrics(["loss", HOSTILE])).html
