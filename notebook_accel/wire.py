@@ -33,7 +33,7 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 20
+VERSION = 21
 
 
 # What a knob may hold.
@@ -84,13 +84,12 @@ class RankReady(Message, frozen=True, kw_only=True):
 
     Attributes:
         host: the rank into whose file the process writes its stacks: on TPUs, where ranks are
-            threads, the first rank of the process. None stands for the rank that sends this.
+            threads, the first rank of the process.
     """
 
     from_rank: ClassVar[bool] = True
 
-    pid: int = 0
-    host: int | None = None
+    host: int = 0
 
 
 class CallStarted(Message, frozen=True, kw_only=True):

@@ -141,6 +141,9 @@ class RankRow(ctypes.Structure):
             an action is asked, and waited to learn where.
         did, done: number of the last action that the rank has begun, and ended; a pause counts as
             ended once the rank waits.
+        leaving: 1 once a polite stop has reached the rank, so that it ends by itself: its loop was
+            ended at a batch or a step, or its function has read ``should_stop`` since the stop was
+            asked, and decides itself when to return.
         interrupted_call: number of the call that the agent interrupted last. A rank that begins
             this call only after the signal came sees here that the call is interrupted.
         disconnected_call: number of the call in which the agent asked the rank to shut down its
@@ -170,8 +173,7 @@ class RankRow(ctypes.Structure):
     did: int
     done: int
     paused: int
-    left: int
-    left_reads: int
+    leaving: int
     is_asynchronous: int
     interrupted_call: int
     seen_interrupt: int
@@ -183,15 +185,6 @@ class RankRow(ctypes.Structure):
     _fields_: ClassVar = [
         (name, _STEP_TIMES if name == "step_times" else ctypes.c_int64) for name in __annotations__
     ]
-
-    @property
-    def leaving(self) -> bool:
-        """Whether a polite stop has reached this rank, so that it ends by itself.
-
-        Either its loop was ended at a batch or a step, or its function has read ``should_stop``
-        since the stop was asked, and decides itself when to return.
-        """
-        return bool(self.left or self.left_reads)
 
 
 class Scoreboard:
@@ -337,7 +330,7 @@ class Scoreboard:
         row, index = self.row(local_rank), _AT_BATCHES + _COUNTERS.index(counter)
         count: int = getattr(row, counter)
         if counter == "reads" and self._view[_ASKED] == STOP:
-            row.left_reads = 1
+            row.leaving = 1
         setattr(row, f"waits_{counter}", count)
         # Not for ever: an agent that cannot learn the point interrupts its ranks, and a rank
         # whose agent has died is killed.
@@ -355,7 +348,7 @@ class Scoreboard:
             row.did = number
             setattr(row, f"passed_{counter}", count)
         elif counter != "reads":
-            row.left = 1
+            row.leaving = 1
         return number
 
     def wait_in_pause(self, local_rank: int, number: int) -> None:

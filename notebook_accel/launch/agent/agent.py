@@ -249,7 +249,7 @@ class Agent:
 
     def _is_reached(self, rank: RankProcess) -> bool:
         is_aligning = self._ending.stage == Stage.ALIGN
-        return self._is_aligned(rank) if is_aligning else rank.row.leaving
+        return self._is_aligned(rank) if is_aligning else bool(rank.row.leaving)
 
     def _is_aligned(self, rank: RankProcess) -> bool:
         """Return whether the rank has left at the point to which an interrupt brought all ranks."""
@@ -498,11 +498,11 @@ class Agent:
 
     def _note_process(self, rank: RankProcess, message: wire.RankReady) -> None:
         """Watch the process that the rank runs in, if it is not the process that was started."""
-        if message.pid in (0, rank.pid):
+        if message.process == rank.pid:
             return
         self._unwatch(rank.exit_fd)
         host = next((one for one in self.ranks if one.rank == message.host), rank)
-        rank.move(message.pid, host)
+        rank.move(message.process, host)
         self._watch(rank.exit_fd, partial(self.ended.append, rank))
         self._post_pids()
 

@@ -157,9 +157,15 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
 
 
 class Worker:
-    """Runs one rank: gets it ready, serves its calls and reports how each ended."""
+    """Runs one rank: gets it ready, serves its calls and reports how each ended.
 
-    def __init__(self, inherited: Inherited, interrupts: Interrupts) -> None:
+    Args:
+        first: the first rank of this process; None if this is the first, or the only one.
+    """
+
+    def __init__(
+        self, inherited: Inherited, interrupts: Interrupts, first: Worker | None = None
+    ) -> None:
         launch = inherited.launch
         self._inherited = inherited
         self._channel = inherited.channel
@@ -187,7 +193,8 @@ class Worker:
         # The notebook's classes and functions that calls brought, which may go back in a later
         # one, by number; None before the first.
         self._sent: Mapping[int, Any] | None = None
-        self._stacks = inherited.stacks
+        self._first = first or self
+        self._stacks: int = first._stacks if first else inherited.stacks
         # Since when collectives count: seconds of wall time, when the newest group was dropped.
         self._groups_since = 0.0
         # Held while connections are shut down for a call: the call does not end meanwhile.
@@ -198,26 +205,20 @@ class Worker:
 
         An error while getting ready is raised by each call instead, so that the user sees it.
         """
-        self._enter()
+        # Threads of the user's have no context of a rank: they get the first one's.
+        this_rank.enter(self.context, whole_process=self._first is self)
         groups.act_when_readable(self._inherited.asks, self._heed_agent)
         try:
             self._set_up()
         except BaseException as error:  # whatever it is, the first call tells of it
             self._setup_error = error
-        self.context.report(wire.RankReady, **self._where())
+        self.context.report(wire.RankReady, host=self._first.context.rank)
         code = self.serve_calls()
         self.row.call_over = 1
         if code == 0 or self.context.left_with_all:
             self._wait_for_others()
             groups.close_group_within(_LINGER_SECONDS)
         return code
-
-    def _enter(self) -> None:
-        this_rank.enter(self.context)
-
-    def _where(self) -> dict[str, int]:
-        """Return the fields of ``RankReady`` that tell the agent in which process the rank runs."""
-        return {}
 
     def _set_up(self) -> None:
         """Make the process like the notebook's: environment, directory, path; patch libraries."""

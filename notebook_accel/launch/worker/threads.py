@@ -140,11 +140,7 @@ class _ThreadInterrupts(Interrupts):
 
 
 class HostedRank(Worker):
-    """Runs one rank that shares its process with others, in the thread that calls ``serve``.
-
-    Args:
-        first: the first rank of this process; None if this is the first.
-    """
+    """Runs one rank that shares its process with others, in the thread that calls ``serve``."""
 
     interrupts: _ThreadInterrupts
 
@@ -156,18 +152,9 @@ class HostedRank(Worker):
         all_told: threading.Barrier,
     ) -> None:
         row = inherited.board.row(inherited.spec.local_rank)
-        super().__init__(inherited, _ThreadInterrupts(row))
-        self._first = first or self
-        self._stacks = self._first._stacks  # the file that the agent reads
+        super().__init__(inherited, _ThreadInterrupts(row), first)
         self._check = check
         self._all_told = all_told
-
-    def _enter(self) -> None:
-        # Threads of the user's have no context of a rank: they get the first one's.
-        this_rank.enter(self.context, whole_process=self._first is self)
-
-    def _where(self) -> dict[str, int]:
-        return {"pid": os.getpid(), "host": self._first.context.rank}
 
     def _enter_call(self, message: wire.BeginCall) -> None:
         super()._enter_call(message)
