@@ -22,8 +22,7 @@ def parent_variable(kernel: Any) -> ContextVar[Any] | None:
     This uses ``Kernel._shell_parent``. Return None if this ipykernel has no such variable: a page
     that is reloaded while a cell runs then does not show its widgets until the cell has ended.
     """
-    found: ContextVar[Any] | None = getattr(kernel, "_shell_parent", None)
-    return found
+    return getattr(kernel, "_shell_parent", None)
 
 
 def let_any_subshell_answer(comm: Any) -> None:

@@ -167,8 +167,7 @@ def abort_groups() -> Callable[[], None] | None:
     ranks on its GPU.
     """
     module = sys.modules.get("torch.distributed.distributed_c10d")
-    abort: Callable[[], None] | None = getattr(module, "_abort_process_group", None)
-    return abort
+    return getattr(module, "_abort_process_group", None)
 
 
 def ranks_of_groups() -> dict[str, list[int]]:
@@ -397,8 +396,7 @@ def original_module(module: Module) -> Module:
     This uses ``_orig_mod``. If torch renamed it, the names of a compiled model's weights would
     begin with the new name, in checkpoints too.
     """
-    inner: Module = getattr(module, "_orig_mod", module)
-    return inner
+    return getattr(module, "_orig_mod", module)
 
 
 def set_original_module(compiled: Module, module: Module) -> None:

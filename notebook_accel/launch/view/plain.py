@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -185,7 +185,7 @@ class PlainView(View):
         """
         slow = step_lines(state)
         if slow and not self._knows_slow:
-            self.write([f"notebook_accel: {line}" for line in slow])
+            self._say(slow)
         self._knows_slow = self._knows_slow or bool(slow)
         for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
             text = _progress(rank, self._throughput.of(rank.rank))
@@ -203,14 +203,12 @@ class PlainView(View):
 
     # ---- output ----------------------------------------------------------------------------
 
+    def _say(self, lines: Iterable[str]) -> None:
+        self.write([f"notebook_accel: {line}" for line in lines])
+
     def _print_news(self, run: Run, state: RunState) -> None:
-        self.write(
-            [
-                f"notebook_accel: {one_line(text, _MAX_WIDTH)}"
-                for text in state.notices
-                if text not in self._notices
-            ]
-        )
+        new = [text for text in state.notices if text not in self._notices]
+        self._say(one_line(text, _MAX_WIDTH) for text in new)
         self._notices = state.notices
         self._print_hang(state)
         self.print_output(run, state)
@@ -224,7 +222,7 @@ class PlainView(View):
         before, self._hang_text = self._hang_text, hang.text if hang else ""
         if hang is None or hang.text == before:
             return
-        self.write([f"notebook_accel: {hang_line(state)}"])
+        self._say([hang_line(state)])
         if hang.is_certain:
             for ranks, stack in hang.stacks[:_MAX_STACKS]:
                 self.write([f"stack of {wording.rank_list(ranks)}:", plain_text(stack.rstrip())])

@@ -38,8 +38,7 @@ def step_table(state: RunState) -> list[tuple[str, ...]]:
     if len(means) > _MAX_ROWS:
         slow = _slowest(means)[2]
         shown = {f"{slow}, the slowest": means[slow], "median": _usual(means.values())}
-    table: list[tuple[str, ...]]
-    table = [("rank", "a step", *_PARTS, "peak memory")] if shown else []
+    table: list[tuple[str, ...]] = [("rank", "a step", *_PARTS, "peak memory")] if shown else []
     for name, own in shown.items():
         seconds = own["total"] / 1e9
         step = wording.span(seconds) if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"

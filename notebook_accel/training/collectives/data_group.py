@@ -88,5 +88,4 @@ class DataGroup:
 
 def current_data_group() -> DataGroup | None:
     """Return the data group of this rank's newest ``Accelerator``; None before there is one."""
-    found: DataGroup | None = current().shared.get(_CURRENT)
-    return found
+    return current().shared.get(_CURRENT)

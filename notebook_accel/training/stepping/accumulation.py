@@ -187,11 +187,10 @@ def current_accumulation() -> Accumulation:
 
     If there is no ``Accelerator`` yet, the settings come from the environment variables.
     """
-    shared = current().shared
-    if _CURRENT not in shared:
-        shared[_CURRENT] = Accumulation(resolve_plugin(None, None))
-    accumulation: Accumulation = shared[_CURRENT]
-    return accumulation
+    found: Accumulation | None = current().shared.get(_CURRENT)
+    if found is None:
+        found = current().shared[_CURRENT] = Accumulation(resolve_plugin(None, None))
+    return found
 
 
 def forget_accumulation() -> None:

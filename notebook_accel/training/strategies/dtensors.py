@@ -8,6 +8,7 @@ tensors: other functions join shards to full tensors, and shard full tensors on 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -170,13 +171,6 @@ class AgreeingScaler(torch.amp.GradScaler):
     """
 
 
-class _OwnGradients:
-    """Stands in for an optimizer when torch's scaler unscales gradients."""
-
-    def __init__(self, weights: list[torch.Tensor]) -> None:
-        self.param_groups = [{"params": weights}]
-
-
 def unscale_in_parts(
     as_torch: Callable[[Any, bool, torch.device], Mapping[torch.device, torch.Tensor]],
     optimizer: Optimizer,
@@ -192,7 +186,8 @@ def unscale_in_parts(
                 part.grad = grad
                 own.setdefault(grad.device, []).append(part)
     for device, parts in own.items():
-        for seen in as_torch(_OwnGradients(parts), True, device).values():
+        optimizer_of_parts = SimpleNamespace(param_groups=[{"params": parts}])
+        for seen in as_torch(optimizer_of_parts, True, device).values():
             found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
     return {found_inf.device: reduce(found_inf, "max")}
 
