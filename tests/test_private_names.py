@@ -292,6 +292,12 @@ def _knows_parts_of_module() -> bool:
     return [*found] == ["0"] and [*weights] == ["weight", "bias"]
 
 
+def _keeps_iterator() -> bool:
+    from torch.utils.data import DataLoader
+
+    return hasattr(DataLoader([0]), "_iterator")
+
+
 def _has_storage() -> bool:
     import torch
 
@@ -396,12 +402,6 @@ CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ),
     (
         "torch",
-        "_get_default_store",
-        "ranks cannot agree on a save",
-        lambda: _parameters(_c10d()._get_default_store) == [],
-    ),
-    (
-        "torch",
         "_flatten",
         'a mesh has no "dp", "dp_cp" and "dp_shard_cp"',
         lambda: "_flatten" in _seen_in_a_group(),
@@ -434,6 +434,7 @@ CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ),
     ("torch", "_version", "gradients scaled in part are not refused", _counts_changes),
     ("torch", "_execution_engine", "waits for ranks are not measured", _calls_at_end_of_backward),
+    ("torch", "_iterator", "a loader whose workers live on does not travel", _keeps_iterator),
     ("torch", "_untyped_storage", "no tensor travels to the ranks", _has_storage),
     ("torch", "_weights_only_unpickler", "no checkpoint is read", _loads_tensors),
     ("torch", "_get_allowed_globals", "no checkpoint is read", _loads_tensors),

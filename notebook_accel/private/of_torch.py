@@ -209,18 +209,6 @@ def recorded_collectives() -> list[dict[str, Any]] | None:
     return found if is_known else None
 
 
-def default_store() -> Any:
-    """Return the key-value store of this rank's default process group.
-
-    The group must have been initialized, by any code and under any launcher, such as torchrun. This
-    uses ``_get_default_store``, or where it is gone the public store of newer torch's groups.
-    """
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
-    if hasattr(module, "_get_default_store"):
-        return module._get_default_store()
-    return module.group.WORLD.get_group_store()
-
-
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return a mesh of one dimension, called ``name``, with all ranks of ``mesh``.
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 
 _KEY = "exchange without a process group"
@@ -52,7 +52,7 @@ class Exchange:
 
         Ranks with a process group call this too, since joint saves need the store.
         """
-        return of_torch.default_store()
+        return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
     def show(self) -> None:
         """Make :func:`exchange` return this object, on this rank."""
