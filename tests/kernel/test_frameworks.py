@@ -125,11 +125,29 @@ def test_lightning_fabric(book: Notebook) -> None:
 def test_transformers_trainer(book: Notebook) -> None:
     book.run(
         """
-        def train():
-            import tempfile
-            from transformers import BertConfig, BertForSequenceClassification
-            from transformers import Trainer, TrainingArguments
+        import os, tempfile
+        from accelerate import PartialState
+        from transformers import TrainingArguments
 
+        # Both are made in the notebook, which is a world of one.
+        folder = tempfile.TemporaryDirectory()
+        arguments = TrainingArguments(
+            output_dir=folder.name,
+            per_device_train_batch_size=4,
+            max_steps=3,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+        )
+        state = PartialState()
+        assert state.num_processes == arguments.world_size == 1
+
+        def train():
+            from transformers import BertConfig, BertForSequenceClassification, Trainer
+
+            rank = int(os.environ["RANK"])
+            assert not torch.distributed.is_initialized()
+            assert arguments.process_index == state.process_index == rank
             shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
             config = BertConfig(vocab_size=50, intermediate_size=16, num_labels=2, **shape)
             model = BertForSequenceClassification(config)
@@ -137,17 +155,9 @@ def test_transformers_trainer(book: Notebook) -> None:
                 dict(input_ids=torch.randint(50, (8,)), labels=torch.tensor(number % 2))
                 for number in range(24)
             ]
-            with tempfile.TemporaryDirectory() as folder:
-                arguments = TrainingArguments(
-                    output_dir=folder,
-                    per_device_train_batch_size=4,
-                    max_steps=3,
-                    report_to=[],
-                    save_strategy="no",
-                    use_cpu=True,
-                )
-                trainer = Trainer(model=model, args=arguments, train_dataset=texts)
-                trainer.train()
+            trainer = Trainer(model=model, args=arguments, train_dataset=texts)
+            trainer.train()
+            assert arguments.should_save == state.is_main_process == (rank == 0)
             steps = trainer.state.global_step
             return arguments.world_size, steps, weights(model.classifier)
 

@@ -12,6 +12,7 @@ import contextlib
 import copyreg
 import functools
 import io
+import os
 import pickle
 import sys
 import types
@@ -28,7 +29,7 @@ from typing import Any, ClassVar, TypeVar
 import cloudpickle
 
 from notebook_accel.launch.payload import cells
-from notebook_accel.private import of_torch
+from notebook_accel.private import of_torch, of_transformers
 
 # ---- values that could be pickled, and would be useless or wrong in another process --------
 
@@ -352,6 +353,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         remedy = remedy_of(kind)
         if remedy:
             return _refuse(remedy)
+        for base in kind.__mro__:
+            if reduce := _OF_ITS_PROCESS.get(f"{base.__module__}.{base.__qualname__}"):
+                return reduce
         return self._route_torch(kind)
 
     def _route_torch(self, kind: type) -> Callable[[Any], Any]:
@@ -465,6 +469,36 @@ def _reduce_scheduler(scheduler: Any) -> Any:
 def _reduce_loader(loader: Any) -> Any:
     # A rank starts worker processes of its own; those of this process are no children of it.
     return of_torch.without_iterator(loader).__reduce_ex__(5)
+
+
+def later_state() -> Any:
+    """Return a ``PartialState`` of accelerate that is this process's, made when it is first asked.
+
+    To make one makes the process group, which is for the function to do.
+    """
+    from accelerate.state import PartialState  # type: ignore[import-untyped]
+
+    class LaterState(PartialState):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            # Of ranks on the CPU, this variable is for its Accelerator alone: it makes one of one.
+            state = PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU") == "true")
+            self.__dict__ = state.__dict__
+            return getattr(state, name)
+
+    return LaterState()
+
+
+def _reduce_arguments(arguments: Any) -> Any:
+    return (*arguments.__reduce_ex__(5)[:5], of_transformers.restore_arguments)
+
+
+# What says which process of how many it is in; a rank would keep what it said in the notebook.
+_OF_ITS_PROCESS: dict[str, Callable[[Any], Any]] = {
+    "accelerate.state.PartialState": lambda _: (later_state, ()),
+    "transformers.training_args.TrainingArguments": _reduce_arguments,
+}
 
 
 def _reduce_script(script: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
+from notebook_accel.private import of_transformers
 from tests.launch.payload.clean_ranks import Notebook, Raised
 
 # ---- out by value --------------------------------------------------------------------------
@@ -692,6 +694,19 @@ def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path
     assert batches[1].x.tolist() == [9, 16, 25]
     assert again.x.tolist() == [0, 1, 4]
     assert same
+
+
+@pytest.mark.parametrize(("on_cpu", "device", "num_gpus"), [(False, "cuda:1", 1), (True, "cpu", 0)])
+def test_training_arguments_have_the_device_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, device: str, num_gpus: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", str(on_cpu).lower())
+    arguments = SimpleNamespace()
+    found = {"seed": 3, "_setup_devices": torch.device("cuda:0"), "_n_gpu": 2}
+    of_transformers.restore_arguments(arguments, found)
+    expected = {"seed": 3, "_setup_devices": torch.device(device), "_n_gpu": num_gpus}
+    assert vars(arguments) == expected
 
 
 def test_the_cells_sources_are_there(notebook: Notebook) -> None:
