@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.utils.data import DataLoader
 
+from notebook_accel import Accelerator
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload.pickling import STAYS_HOME
@@ -185,6 +187,9 @@ def test_a_result_that_cannot_be_pickled_is_named(notebook: Notebook) -> None:
         assert str(caught.value).startswith(text)
     with pytest.raises(TypeError, match=r"; return its state$"):
         payload.pack_result(notebook["Prepared"]())
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(2)))
+    with pytest.raises(TypeError, match=r"Shard\), .* return values, tensors or models instead$"):
+        payload.pack_result(types.SimpleNamespace(loader=loader))
 
 
 def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> None:
