@@ -125,7 +125,7 @@ def test_lightning_fabric(book: Notebook) -> None:
 def test_transformers_trainer(book: Notebook) -> None:
     book.run(
         """
-        import os, tempfile
+        import copy, os, pickle, tempfile
         from accelerate import PartialState
         from transformers import TrainingArguments
 
@@ -146,6 +146,7 @@ def test_transformers_trainer(book: Notebook) -> None:
             from transformers import BertConfig, BertForSequenceClassification, Trainer
 
             rank = int(os.environ["RANK"])
+            pickle.dumps(copy.deepcopy(arguments))
             assert not torch.distributed.is_initialized()
             assert arguments.process_index == state.process_index == rank
             shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -157,11 +158,14 @@ def test_transformers_trainer(book: Notebook) -> None:
             ]
             trainer = Trainer(model=model, args=arguments, train_dataset=texts)
             trainer.train()
+            trainer.save_model(folder.name)
             assert arguments.should_save == state.is_main_process == (rank == 0)
             steps = trainer.state.global_step
             return arguments.world_size, steps, weights(model.classifier)
 
         check(notebook_launcher(train, num_processes=2, devices="cpu"), 3)
+        assert os.path.exists(os.path.join(folder.name, "training_args.bin"))
+        folder.cleanup()
     """,
         timeout=250,
     )

@@ -481,11 +481,18 @@ def later_state() -> Any:
     class LaterState(PartialState):  # type: ignore[misc]
         def __init__(self) -> None: ...
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return later_state, ()
+
         def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):  # of what copies or pickles it
+                raise AttributeError(name)
             # Of ranks on the CPU, this variable is for its Accelerator alone: it makes one of one.
-            state = PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU") == "true")
-            self.__dict__ = state.__dict__
-            return getattr(state, name)
+            made = PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU") == "true")
+            # From now on it is one like any other, also for plain pickle.
+            self.__class__ = PartialState
+            self.__dict__ = made.__dict__
+            return getattr(made, name)
 
     return LaterState()
 
