@@ -38,6 +38,7 @@ from tests.training.meshes import (
     twin,
     weights_of,
 )
+from tests.training.single import forget_states
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -281,6 +282,7 @@ def refusal(asked: dict[str, Any]) -> str:
 def test_sizes_are_checked_before_ranks_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    forget_states()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")  # whose other ranks never come
     for plugin, asked in ((None, {"dp_shard_size": 4}), (blocks(), {"tp_size": 4})):
