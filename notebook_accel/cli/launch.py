@@ -21,7 +21,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -41,7 +41,6 @@ from notebook_accel.launch.rank_environment import (
 )
 from notebook_accel.launch.slurm import slurm_step
 from notebook_accel.system.processes import kill_leftovers
-from notebook_accel.wire import Devices
 
 # Of ranks on one machine, which several machines cannot meet by.
 _LOOPBACK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -198,7 +197,7 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     _, num_nodes = parse_min_max_nnodes(typed.nnodes)
     # In a child: to ask a device for its name makes a context on it, which stays.
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as child:
-        found = Devices(**asdict(child.submit(inventory).result()))
+        found = child.submit(inventory).result()
     machine = machine_with(found)
     chosen = config.devices
     available = len(chosen) if isinstance(chosen, tuple) else len(found.names)
