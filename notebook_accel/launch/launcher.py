@@ -441,7 +441,15 @@ class Cloner:
 
     request: LaunchRequest
 
-    def __call__(self, run: Run, changes: Mapping[str, Any], *, warm: bool, block: bool) -> Run:
+    def __call__(
+        self,
+        run: Run,
+        changes: Mapping[str, Any],
+        *,
+        warm: bool,
+        block: bool,
+        view: View | None = None,
+    ) -> Run:
         request = self.request
         args, kwargs, knobs = _changed_call(request, run, changes)
         resume = request.resume
@@ -458,7 +466,7 @@ class Cloner:
             trial=None,
             name=wording.arguments((), changes) or request.name,
             block=block,
-            view=request.new_view(waits=block),
+            view=request.new_view(waits=block) if view is None else view,
         )
         if not run.state.devices or run.state.has_ended:
             return launch(request)

@@ -44,7 +44,8 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
             f"the first argument is {_short(function)}; expected the function itself, without "
             "calling it: notebook_launcher(train, args=(...)), not notebook_launcher(train(...))"
         )
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(function) for is_kind in kinds):
         raise ConfigError(
             f"a call of {getattr(function, '__name__', 'the function')} runs nothing by itself, "
             "since it has `async def` or `yield`; expected a function that does the training, such "

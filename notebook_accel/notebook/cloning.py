@@ -47,7 +47,7 @@ class CloneForm:
     ) -> None:
         self._run, self._widgets, self._below, self._say = run, widgets, below, say
         self._fields: list[tuple[KnobMade, Any]] = []
-        # Their handles, by which they can be cloned too.
+        # Handles of those that go on, by which they can be cloned too.
         self._clones: list[Run] = []
         box = ipywidgets.Checkbox
         self._warm = widgets.field(box, "warm", _WARM, indent=False, classes="na-warm")
@@ -102,15 +102,23 @@ class CloneForm:
             knobs = {knob.name: one for knob, one in chosen if knob.name in self._run.state.knobs}
             both = knobs.keys() & inspect.signature(cloner.request.function).parameters.keys()
             name = wording.arguments((), changed) or cloner.request.name
-            again = replace(cloner.request, name=name, knobs=knobs, new_view=lambda **_: view)
+            again = replace(cloner.request, name=name, knobs=knobs)
             changes = {name: value for name, value in changed.items() if name not in both}
-            clone = Cloner(again)(self._run, changes, warm=self._warm.value, block=False)
+            warm = self._warm.value
+            clone = Cloner(again)(self._run, changes, warm=warm, block=False, view=view)
             self._clones.append(clone)
+            clone.add_done_callback(self._let_go)
             self._say(f"the clone has begun, below: {clone.name}")
         except Exception as error:  # nobody else would be told
             view.give_up()
             self._say(f"Clone: {error}")
         self._start.disabled = False
+
+    def _let_go(self, _: Run) -> None:
+        """Leave what has ended to the list of runs, which keeps few results."""
+        for clone in [one for one in self._clones if one.state.has_ended]:
+            self._clones.remove(clone)
+            run_list.keep(clone)
 
 
 def _is_plain(value: object) -> bool:

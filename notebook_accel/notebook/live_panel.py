@@ -136,6 +136,8 @@ class PanelBox:
         with self._lock:
             self._last = bundle, show
             self._settle()
+            if self._last is not None:  # clones go on: what a saved notebook says until then
+                self._slot.show(widget_view(self.box, bundle["text/plain"]))
 
     def _settle(self) -> None:
         """Once the run has ended show its summary: above its clones, until they have ended too."""

@@ -129,6 +129,10 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
         assert notebook.run("print([one.results for one in runs()])").strip() == (
             f"[[(0.5, 8, False, {rate})], [(0.25, 32, True, {rate})]]"
         )
+        # A clone of the clone, made in a cell, has that cell for its panel.
+        kernel.displays.clear()
+        notebook.run("again = runs()[-1].clone(slow=False, block=True)")
+        assert any("slow=False: succeeded" in text for text in texts()), kernel.displays
 
 
 def named(kernel: Kernel, label: str) -> int:

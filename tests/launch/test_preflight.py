@@ -79,7 +79,11 @@ def test_what_a_function_returned_is_no_function(given: Any) -> None:
 async def train_later() -> None: ...
 
 
-@pytest.mark.parametrize("function", [steps, train_later, partial(train_later)])
+async def steps_later() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize("function", [steps, train_later, partial(train_later), steps_later])
 def test_a_function_whose_call_runs_nothing(function: Any) -> None:
     with pytest.raises(ConfigError, match=r"runs nothing by itself.*asyncio\.run"):
         check_call(function, (0.1,), None)

@@ -460,11 +460,11 @@ def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
     # The keyboard does as well as the mouse: it comes to all of it, in the order of the page.
     output.get_by_role("button", name="Stop").focus()
     names = []
-    for _ in range(7):
+    for _ in range(8):
         output.page.keyboard.press("Tab")
         names.append(output.page.evaluate(NAME_OF_FOCUSED))
-    assert names[:4] == ["Save now", "Pause", "Kill", "Stacks"]
-    assert names[4:] == ["Log folder", "Output of", "Search the output"]
+    assert names[:4] == ["Save now", "Pause", "Clone", "Kill"]
+    assert names[4:] == ["Stacks", "Log folder", "Output of", "Search the output"]
     output.get_by_role("button", name="Stop").press("Space")
     wait_for(output, "■ stopped")
 

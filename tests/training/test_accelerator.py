@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -32,6 +33,7 @@ from notebook_accel import (
     ProjectConfiguration,
     notebook_launcher,
 )
+from notebook_accel.training.stepping.accumulation import Accumulation, window
 from tests.training.harness import run_ranks
 from tests.training.loading import SizedStream
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
@@ -213,6 +215,20 @@ def test_a_block_that_names_an_optimizer_too_accumulates() -> None:
     for synchronises in (False, True):
         with accelerator.accumulate([model], optimizer, nn.functional.mse_loss):  # type: ignore[arg-type]
             assert accelerator.sync_gradients is synchronises
+
+
+def test_a_block_takes_models_however_they_are_listed() -> None:
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    waiting: list[nn.Module] = []
+
+    def sync(model: nn.Module, _: bool) -> Any:
+        waiting.append(model)
+        return contextlib.nullcontext()
+
+    for listed in (models, set(models), dict(enumerate(models)).values(), iter(models)):
+        waiting.clear()
+        with window(Accumulation(GradientAccumulationPlugin(num_steps=2)), [listed], sync):  # type: ignore[list-item]
+            assert set(waiting) == set(models)
 
 
 def test_an_object_of_another_framework_is_named() -> None:

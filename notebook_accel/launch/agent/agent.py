@@ -88,6 +88,15 @@ def _fork_ranks(ranks: Iterable[RankProcess], unneeded: Sequence[int]) -> list[R
     return forked
 
 
+# How rank processes come about, by ``wire.Launch.start_method``.
+_START_METHODS: dict[
+    str, Callable[[], Callable[[Iterable[RankProcess], Sequence[int]], list[RankProcess]]]
+] = {
+    "fork": lambda: _fork_ranks,
+    "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
+}
+
+
 def main(channel: Channel, kernel: int, first: tuple[wire.Message, list[int]]) -> None:
     """Run the agent of one run in this process, until all its ranks have ended."""
     # A rank that was just forked, and has no handlers yet, inherits this.
@@ -138,6 +147,7 @@ class Agent:
         # When a polite stop began, or its point was found; and when it is said what it waits for.
         self._stopping_since = 0.0
         self._next_wait_notice = math.inf
+        self._flushes_until = 0.0
 
     # ---- start -----------------------------------------------------------------------------
 
@@ -148,11 +158,7 @@ class Agent:
         if self._ports.master is not None:
             own.append(self._ports.master.fileno())
         ranks = (RankProcess(one, *made_of) for one in launch.ranks)
-        if launch.start_method == "fork":
-            self.ranks = _fork_ranks(ranks, own)
-        else:
-            spawning = import_module("notebook_accel.launch.agent.spawning")
-            self.ranks = spawning.start_ranks(ranks, own)
+        self.ranks = _START_METHODS[launch.start_method]()(ranks, own)
         self._post_pids()
 
     def _post_pids(self) -> None:

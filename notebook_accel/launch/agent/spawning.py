@@ -162,9 +162,11 @@ def _serve_failing(error: Exception) -> None:
     def fail() -> None:
         raise error
 
-    with ThreadPoolExecutor(len(_inherited)) as threads:
-        for inherited in _inherited.values():
-            threads.submit(_host.serve, inherited, len(_inherited), fail)
+    number = len(_inherited)
+    with ThreadPoolExecutor(number) as threads:
+        told = [threads.submit(_host.serve, one, number, fail) for one in _inherited.values()]
+    for one in told:  # what fails once more is written to the log
+        one.result()
 
 
 class _HostProcess(ForkProcess):

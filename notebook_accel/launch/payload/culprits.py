@@ -178,7 +178,8 @@ def cannot_return(value: object, sent: Mapping[int, Any], error: BaseException) 
     culprit = _find_culprit([("result", value, "")], functools.partial(ResultPickler, sent=sent))
     culprit = culprit or Culprit("result", value, "", error)
     advice = "return values, tensors or models instead"
-    if "inside" in str(culprit.error):  # said of what a function uses: this was made inside
+    # That is said of what a function uses: this was made inside.
+    if isinstance(culprit.error, Refused) and "inside" in str(culprit.error):
         culprit = culprit._replace(error=Refused(advice))
     return TypeError(culprit.sentence(", returned, cannot travel to the notebook", advice))
 

@@ -482,13 +482,14 @@ def later_state() -> Any:
         def __init__(self) -> None: ...
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return later_state, ()
+            return later_state, (), vars(self)
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):  # of what copies or pickles it
                 raise AttributeError(name)
             # Of ranks on the CPU, this variable is for its Accelerator alone: it makes one of one.
-            made = PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU") == "true")
+            own = {"cpu": os.environ.get("ACCELERATE_USE_CPU") == "true"}
+            made = PartialState(**vars(self).get("settings", own))
             # From now on it is one like any other, also for plain pickle.
             self.__class__ = PartialState
             self.__dict__ = made.__dict__

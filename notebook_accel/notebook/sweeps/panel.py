@@ -15,6 +15,7 @@ from typing import Any
 import ipywidgets
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.clicks import clicks_for
@@ -56,6 +57,7 @@ class SweepPanel:
         self._clone = clone
         self._trials: Sequence[Trial] = ()
         self._opened: tuple[Trial, Dashboard] | None = None
+        self._drawn: RunState | None = None
         self._said = ""
         self._widgets = widgets = PanelWidgets(self.clicks)
         self._title = widgets.make(ipywidgets.HTML, classes="na-head")
@@ -141,7 +143,10 @@ class SweepPanel:
         """Pass the state of the picked trial on to its panel."""
         if self._opened is not None:
             trial, view = self._opened
-            (view.close if trial.has_ended else view.update)(trial.run.state)
+            state = trial.run.state
+            if state is not self._drawn:
+                self._drawn = state
+                (view.close if trial.has_ended else view.update)(state)
 
     def finish(self, bundle: Mapping[str, str]) -> None:
         """Replace the panel by what the saved notebook keeps."""
@@ -164,7 +169,7 @@ class SweepPanel:
         if picked is not None:
             view = dashboard_in(self._kernel, waits=False, slot=self._below)
             view.open(Run(call_of(picked.run)))
-            self._opened = picked, view
+            self._opened, self._drawn = (picked, view), None
 
     # ---- clicks ----------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -179,10 +180,11 @@ def send_to_device(
 
     def send(value: Any) -> Any:
         if callable(getattr(value, "to", None)):
-            try:
-                return value.to(device, non_blocking=non_blocking)
-            except TypeError:  # a `to` of its own that knows of no copies in the background
-                return value.to(device)
+            if non_blocking:
+                # A `to` of its own may know of no copies in the background.
+                with suppress(TypeError):
+                    return value.to(device, non_blocking=True)
+            return value.to(device)
         if isinstance(value, (list, tuple)):
             return honor_type(value, map(send, value))
         if isinstance(value, Mapping):

@@ -40,7 +40,7 @@ def get_torch_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the random states that :func:`get_random_states` or :func:`get_host_states` gave.
+    """Restore the random states that :func:`get_random_states` gave.
 
     Args:
         states: the states. The device's state may be missing, or be a list of the states of all

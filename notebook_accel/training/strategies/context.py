@@ -47,8 +47,9 @@ class SequenceDivider:
         self._mesh = mesh
         self._device = device
         self._exchange = exchange
-        # Those of the length of sequences that came last.
-        self._positions_of = functools.lru_cache(1)(self._find_positions)
+        # Of the length of sequences that came last: this rank's positions, and those of all.
+        self._length = 0
+        self._positions = (torch.empty(0), torch.empty(0))
 
     @contextmanager
     def divided(
@@ -90,16 +91,18 @@ class SequenceDivider:
             stack.callback(shared.pop, _POSITIONS)
             yield
 
-    def _find_positions(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions that this rank has, and those of all ranks one after the other."""
-        own = torch.arange(length, device=self._device)
-        with context_parallel(
-            self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
-        ):
-            pass  # ``own`` keeps this rank's part
-        of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
-        dist.all_gather(of_ranks, own, group=self._mesh.get_group())
-        return own, torch.cat(of_ranks)
+        if length != self._length:
+            own = torch.arange(length, device=self._device)
+            with context_parallel(
+                self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
+            ):
+                pass  # ``own`` keeps this rank's part
+            of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
+            dist.all_gather(of_ranks, own, group=self._mesh.get_group())
+            self._length, self._positions = length, (own, torch.cat(of_ranks))
+        return self._positions
 
 
 def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> None:
@@ -136,7 +139,9 @@ def _replaced_attention(
     """
     rings = F.scaled_dot_product_attention
 
-    causal_mask = own[:, None] >= of_ranks[None, :]  # one for all layers, [part, length]
+    @functools.cache  # one for all layers, [part, length]
+    def causal_mask() -> torch.Tensor:
+        return own[:, None] >= of_ranks[None, :]
 
     def replaced(
         query: torch.Tensor,  # this rank's, [..., length, width], as key and value
@@ -153,7 +158,7 @@ def _replaced_attention(
                 "no mask; leave attention_mask out of the model's inputs, without padding"
             )
         keys, values = (_gathered(part.contiguous(), group) for part in (key, value))
-        mask = causal_mask if is_causal else None
+        mask = causal_mask() if is_causal else None
         return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
     F.scaled_dot_product_attention = replaced  # type: ignore[assignment]

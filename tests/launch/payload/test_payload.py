@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -696,17 +697,30 @@ def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path
     assert same
 
 
-@pytest.mark.parametrize(("on_cpu", "device", "num_gpus"), [(False, "cuda:1", 1), (True, "cpu", 0)])
+@pytest.mark.parametrize(
+    ("on_cpu", "count", "device", "num_gpus"),
+    [(False, 2, "cuda:1", 1), (False, 1, "cuda:0", 1), (False, 0, "cpu", 0), (True, 2, "cpu", 0)],
+)
 def test_training_arguments_have_the_device_of_the_rank(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, device: str, num_gpus: int
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, count: int, device: str, num_gpus: int
 ) -> None:
+    kind = torch.device("cuda") if count else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: kind)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(on_cpu).lower())
-    arguments = SimpleNamespace()
-    found = {"seed": 3, "_setup_devices": torch.device("cuda:0"), "_n_gpu": 2}
-    of_transformers.restore_arguments(arguments, found)
-    expected = {"seed": 3, "_setup_devices": torch.device(device), "_n_gpu": num_gpus}
+    arguments, later = SimpleNamespace(), SimpleNamespace()
+    asked = {"seed": 3, "ddp_backend": "gloo", "ddp_timeout": 77, "distributed_state": later}
+    # What the notebook found, which has other devices maybe.
+    found = {"_setup_devices": torch.device("cuda:0" if num_gpus else "cpu"), "_n_gpu": 2}
+    of_transformers.restore_arguments(arguments, {**asked, **found})
+    expected = {**asked, "_setup_devices": torch.device(device), "_n_gpu": num_gpus}
     assert vars(arguments) == expected
+    timeout = timedelta(seconds=77)
+    assert later.settings == {
+        "backend": "gloo",
+        **({"cpu": True} if on_cpu else {"timeout": timeout}),
+    }
 
 
 def test_the_cells_sources_are_there(notebook: Notebook) -> None:

@@ -190,6 +190,12 @@ def test_a_result_that_cannot_be_pickled_is_named(notebook: Notebook) -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(2)))
     with pytest.raises(TypeError, match=r"Shard\), .* return values, tensors or models instead$"):
         payload.pack_result(types.SimpleNamespace(loader=loader))
+    notebook.cell("""
+        class Open:
+            def __getstate__(self): raise ValueError("a handle is open inside x.h5")
+    """)
+    with pytest.raises(TypeError, match=r"\(a handle is open inside x\.h5\)$"):
+        payload.pack_result(notebook["Open"]())
 
 
 def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> None:
