@@ -396,6 +396,7 @@ def test_an_interrupt_or_a_reload_while_the_first_launch_says_starting(
         box = shown["data"]["application/vnd.jupyter.widget-view+json"]["model_id"]
         kernel.reload()
         assert box in kernel.models
+        assert "starting" in str(kernel.models)
         # The widget that the page has becomes the panel, with its buttons, and then the summary.
         has_panel = lambda: len(kernel.models[box]["children"]) > 3  # noqa: E731
         assert kernel.listen_until(has_panel, seconds=60)
