@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -18,13 +19,22 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    LaunchError,
+    NotebookAccelError,
+    RunStopped,
+    WorkerError,
+)
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.engines import local
@@ -433,6 +443,35 @@ def test_a_value_that_exits_ends_nobody() -> None:
 
     with pytest.raises(WorkerError, match="ExitsAsText: <its text could not be made: SystemExit>"):
         on_cpu(fails, n=1)
+
+
+def test_what_cannot_travel_back_loses_nothing_beside_it() -> None:
+    def trains() -> Any:
+        accelerator = Accelerator()
+        model, loader = accelerator.prepare(torch.nn.Linear(2, 1), DataLoader([1.0, 2.0]))
+        inner = SimpleNamespace(loader=loader, lock=threading.Lock(), model=model)
+        return {"weights": model.module.weight, "trained": inner, "accelerator": accelerator}
+
+    run = on_cpu(trains)
+    for result in run.results:
+        assert torch.equal(result["weights"], run[0]["weights"])
+        assert torch.equal(result["trained"].model.weight, result["weights"])
+        lost = "`result['trained'].loader` (DataLoaderShard), returned, cannot travel"
+        assert str(result["trained"].loader).startswith(f"<{lost}")
+        with pytest.raises(
+            AttributeError, match=r"no attribute 'dataset': .*return values, tensors"
+        ):
+            _ = result["trained"].loader.dataset
+        assert "lock" in repr(result["trained"].lock)
+        assert "Accelerator" in repr(pickle.loads(pickle.dumps(result["accelerator"])))
+    notices = run.state.notices
+    assert [notice.partition(", ")[0] for notice in notices] == [
+        "`result['trained'].loader` (DataLoaderShard)",
+        "`result['trained'].lock` (_thread.lock)",
+        "`result['accelerator']` (Accelerator)",
+    ]
+    with pytest.raises(WorkerError, match=r"`result` \(_thread.lock\), returned, cannot travel"):
+        on_cpu(threading.Lock)
 
 
 # ---- stop ----------------------------------------------------------------------------------

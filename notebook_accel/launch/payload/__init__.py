@@ -25,16 +25,24 @@ from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import CellSource, name_cells
 from notebook_accel.launch.payload.culprits import (
     arguments,
-    cannot_return,
     cannot_travel,
     cause,
+    part_that_cannot_return,
     pickled,
     variables,
 )
-from notebook_accel.launch.payload.pickling import CallPickler, ResultPickler, SessionPickler, load
+from notebook_accel.launch.payload.pickling import (
+    CallPickler,
+    LeftInRank,
+    ResultPickler,
+    SessionPickler,
+    load,
+)
 
 # Not as a part of the path of a file.
 _TORCH = re.compile(rb"(?<![\w/.-])torch\b")
+# Parts of a result that may be left in the rank: for each, the whole result is pickled once more.
+_MAX_LEFT = 10
 
 __all__ = [
     "CellSource",
@@ -267,7 +275,11 @@ def _unique(values: Iterator[str]) -> tuple[str, ...]:
 # ---- back to the notebook ------------------------------------------------------------------
 
 
-def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
+def pack_result(
+    value: object,
+    call: UnpackedCall | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Packed:
     """Pickle the value that a rank returned.
 
     Tensors are moved to the CPU and detached from the autograd graph; a model is taken out of its
@@ -276,16 +288,29 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
 
     Args:
         call: the call that returned it, from :func:`unpack_call`; None pickles without references.
+        notice: if given, a part that cannot be pickled (a prepared loader beside a model) is
+            replaced by a :class:`LeftInRank`, and this is called with a sentence about it: hours of
+            training are not lost for it.
 
     Raises:
-        TypeError: something in ``value`` cannot be pickled; the message names it.
+        TypeError: ``value`` cannot be pickled as a whole, or a part of it cannot and there is no
+            ``notice``; the message names it.
     """
-    sent = call.sent if call else {}
-    try:
-        body, buffers, pickler = _dump(partial(ResultPickler, sent=sent), lambda _: value)
-    except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
-        raise cannot_return(value, sent, error) from cause(error)
-    return _as_packed(body, buffers, tuple(pickler.returning))
+    left: dict[int, LeftInRank] = {}
+    parts = []  # kept, so that no other object has the id of one
+    make = partial(ResultPickler, sent=call.sent if call else {}, left=left)
+    while True:
+        try:
+            body, buffers, pickler = _dump(make, lambda _: value)
+        except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
+            part, why = part_that_cannot_return(value, make, error)
+            if notice is None or part is value or id(part) in left or len(left) == _MAX_LEFT:
+                raise TypeError(why) from cause(error)
+            left[id(part)] = LeftInRank(why)
+            parts.append(part)
+            notice(why)
+        else:
+            return _as_packed(body, buffers, tuple(pickler.returning))
 
 
 def numbers_in(result: Packed) -> tuple[int, ...]:

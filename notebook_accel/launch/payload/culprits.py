@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -173,15 +173,21 @@ def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchEr
     return LaunchError(culprit.sentence(" cannot travel to the session", advice))
 
 
-def cannot_return(value: object, sent: Mapping[int, Any], error: BaseException) -> TypeError:
-    """Return the error for a result that could not be pickled; it names the value at fault."""
-    culprit = _find_culprit([("result", value, "")], functools.partial(ResultPickler, sent=sent))
-    culprit = culprit or Culprit("result", value, "", error)
+def part_that_cannot_return(
+    value: object, make: Callable[..., ResultPickler], error: BaseException
+) -> tuple[Any, str]:
+    """Return the part of a result that cannot be pickled, and a sentence that names it.
+
+    ``error`` is the exception that pickling the result by ``make`` raised; if no single part is at
+    fault, the result itself is returned.
+    """
+    culprit = _find_culprit([("result", value, "")], make) or Culprit("result", value, "", error)
     advice = "return values, tensors or models instead"
     # That is said of what a function uses: this was made inside.
     if isinstance(culprit.error, Refused) and "inside" in str(culprit.error):
         culprit = culprit._replace(error=Refused(advice))
-    return TypeError(culprit.sentence(", returned, cannot travel to the notebook", advice))
+    sentence = culprit.sentence(", returned, cannot travel to the notebook", advice)
+    return culprit.value, sentence
 
 
 def pickled(dump: Callable[[], T], refusal: Callable[[BaseException], LaunchError]) -> T:

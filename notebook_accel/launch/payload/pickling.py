@@ -641,6 +641,25 @@ def used_globals(function: types.FunctionType) -> dict[str, Any]:
     return pickler.used[0][1] if pickler.used else {}
 
 
+class LeftInRank:
+    """Stands in a result for a part of it that cannot be pickled.
+
+    Attributes:
+        why: what it was, and what to return instead.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __repr__(self) -> str:
+        return f"<{self.why}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what Python looks for, before there is a `why` as well
+            raise AttributeError(name)
+        raise AttributeError(f"no attribute {name!r}: {self.why}")
+
+
 class ResultPickler(_Pickler):
     """Pickles a result or an exception in a rank, for the notebook."""
 
@@ -650,10 +669,16 @@ class ResultPickler(_Pickler):
         buffer_callback: Callable[[Any], Any] | None = None,
         *,
         sent: Mapping[int, Any] = _NOTHING,
+        left: Mapping[int, LeftInRank] = _NOTHING,
     ) -> None:
         super().__init__(file, buffer_callback)
         self._numbers = {id(value): number for number, value in sent.items()}
+        self._left = left
         self.returning: set[int] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        left = self._left.get(id(obj))
+        return super().reducer_override(obj) if left is None else (LeftInRank, (left.why,))
 
     def _route(self, kind: type) -> Callable[[Any], Any]:
         if callable(getattr(kind, _UNWRAP, None)):

@@ -360,7 +360,7 @@ class Worker:
                 raise
             _end_forked_child(context)
             _finish(context)
-            packed = payload.pack_result(value, call)
+            packed = payload.pack_result(value, call, context.notice)
             # What was printed, by the pickling of the result too, may take long to be written.
             _flush_output()
             # No interrupt is raised from here on: one that comes after the segment is made would
