@@ -35,7 +35,6 @@ from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.files.weights import save_model, save_object
-from notebook_accel.training.models.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (
     check_rng_types,
@@ -72,6 +71,7 @@ from notebook_accel.training.stepping.knobs import Knob, make_knob
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
+from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking.active_trackers import Tracking
 from notebook_accel.training.tracking.profiling import profile

@@ -18,7 +18,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import set_debugging
 from notebook_accel.training.collectives.debug_mode import is_debugging
-from notebook_accel.training.models.compiling import TorchDynamoPlugin
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.processes import ProcessInfo, devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
@@ -26,7 +25,8 @@ from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
 from notebook_accel.training.settings.parallelism import ParallelismConfig
-from notebook_accel.training.strategies import Strategy
+from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.compiling import TorchDynamoPlugin
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
 _SETTINGS = "accelerator settings"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from notebook_accel import Accelerator
-from notebook_accel.training.models.compiling import DynamoBackend, TorchDynamoPlugin
+from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from notebook_accel import Accelerator
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.models import uncompiled
-from notebook_accel.training.models.compiling import (
+from notebook_accel.private.of_torch import original_module
+from notebook_accel.training.strategies.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,
     compile_in_place,
@@ -56,7 +56,7 @@ def test_blocks_are_compiled_as_accelerate_compiles_them() -> None:
     assert compiled_parts(model) == []
     assert type(compiled) is Layered
     assert compiled.embed._orig_mod is model.embed
-    assert uncompiled(compiled) is model
+    assert original_module(compiled) is model
     assert has_compiled_regions(compiled)
     assert not is_compiled_module(compiled)
     assert torch.equal(compiled(x), model(x))

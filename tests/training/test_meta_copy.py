@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from notebook_accel.training.models import AutocastForward
-from notebook_accel.training.models.meta_copy import copy_on_meta, fill
+from notebook_accel.training.precision import AutocastForward
+from notebook_accel.training.preparing.state_after_stop import copy_on_meta, fill
 
 
 class Reader(nn.Module):
@@ -44,7 +44,8 @@ def test_it_is_the_model_again_once_it_has_the_weights() -> None:
     assert meta_copy is not None
     assert all(weight.is_meta for weight in meta_copy.parameters())
     # What is done to the model from here on, as a strategy does, is nothing to the meta copy.
-    AutocastForward.install(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    cast = AutocastForward(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    model.__dict__["forward"] = cast
     model.head.register_forward_hook(doubled)
     model.recurrent = nn.Identity()  # type: ignore[assignment]
     trained = Reader()

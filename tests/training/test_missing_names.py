@@ -13,7 +13,7 @@ from torch import nn
 
 from notebook_accel import Accelerator
 from notebook_accel.private import of_torch
-from notebook_accel.training.models.compiling import compile_regions
+from notebook_accel.training.strategies.compiling import compile_regions
 from tests.training.harness import run_ranks
 from tests.training.meshes import plugin
 

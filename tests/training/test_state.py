@@ -28,9 +28,9 @@ from notebook_accel import (
     InitProcessGroupKwargs,
     PartialState,
 )
-from notebook_accel.training.models.compiling import DynamoBackend
 from notebook_accel.training.processes import devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
+from notebook_accel.training.strategies.compiling import DynamoBackend
 from tests.training.harness import run_ranks
 from tests.training.single import forget_states, fresh_rank  # noqa: F401
 from tests.waiting import eventually

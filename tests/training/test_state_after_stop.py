@@ -30,8 +30,7 @@ from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
-from notebook_accel.training.models.meta_copy import copy_on_meta
-from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece
+from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece, copy_on_meta
 from tests.launches import call, launch
 from tests.training.harness import skip_unless_it_runs
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of

@@ -30,14 +30,6 @@ from notebook_accel.training.files.weights import (
     save,
 )
 from notebook_accel.training.fsdp_functions import *
-from notebook_accel.training.models.compiling import (
-    DynamoBackend,
-    TorchDynamoPlugin,
-    compile_regions,
-    has_compiled_regions,
-    is_compiled_module,
-)
-from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.precision.float8 import *
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
 from notebook_accel.training.processes.device_memory import (
@@ -89,10 +81,18 @@ from notebook_accel.training.state import (
 )
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.strategies.compiling import (
+    DynamoBackend,
+    TorchDynamoPlugin,
+    compile_regions,
+    has_compiled_regions,
+    is_compiled_module,
+)
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import (
     DeepSpeedPlugin,
     HfDeepSpeedConfig,
 )
+from notebook_accel.training.strategies.deepspeed.zero_config import DummyOptim, DummyScheduler
 from notebook_accel.training.strategies.deepspeed.zero_engine import *
 from notebook_accel.training.tracking.registry import LoggerType
 

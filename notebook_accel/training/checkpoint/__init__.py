@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint.background import BackgroundSave, host_copies
 from notebook_accel.training.checkpoint.folders import (
@@ -54,7 +55,6 @@ from notebook_accel.training.files.weights import (
     save_weights,
     with_ties,
 )
-from notebook_accel.training.models import uncompiled
 from notebook_accel.training.preparing.prepare import Preparation
 from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.settings.notices import notice, notice_once
@@ -247,7 +247,7 @@ class Checkpoints:
                 "folder that save_state() returned as input_dir"
             )
         self._refuse_unregistered(folder)
-        check_shapes([uncompiled(known.inner) for known in self._prepared.models], folder)
+        check_shapes([known.plain for known in self._prepared.models], folder)
         for optimizer in self._prepared.optimizers:
             optimizer.note_made()
         models = [known.inner for known in self._prepared.models]
@@ -255,7 +255,8 @@ class Checkpoints:
             hook(models, str(folder))
         options = load_kwargs or {}
         if not self._plan.strategy.read_own(folder, own_options or {}, strict=strict):
-            for index, model in enumerate(map(uncompiled, models)):
+            # Hooks take out of the list what they have read themselves.
+            for index, model in enumerate(map(of_torch.original_module, models)):
                 self._read_model(model, folder, index, on_host(options), strict=strict)
             for index, known in enumerate(self._prepared.optimizers):
                 self._read_optimizer(known.optimizer, folder, index, options)
@@ -400,7 +401,8 @@ class Checkpoints:
         # join and get nothing, so their hosts need no room for them.
         full = not strategy.saves_shards
         weights = [
-            strategy.state_dict(model, full=full, keeps=writes) for model in map(uncompiled, models)
+            strategy.state_dict(model, full=full, keeps=writes)
+            for model in (known.plain for known in self._prepared.models)
         ]
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(save.staged))
@@ -449,7 +451,7 @@ class Checkpoints:
     def _names_of_weights(self) -> dict[torch.Tensor, str]:
         from notebook_accel.training.files import sharded
 
-        return sharded.names_of([uncompiled(known.inner) for known in self._prepared.models])
+        return sharded.names_of([known.plain for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Yield (file name, object): schedulers, registered objects and the loss scaler."""

@@ -10,7 +10,6 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from notebook_accel.private import of_torch
-from notebook_accel.training.collectives.nested import convert_to_fp32
 
 
 class ReplacedForward:
@@ -82,30 +80,6 @@ class RemovableForward(ReplacedForward):
     """Base class of replaced forwards that ``unwrap_model(keep_fp32_wrapper=False)`` removes."""
 
 
-class AutocastForward(RemovableForward):
-    """Runs a module's forward under autocast, and converts the outputs to float32."""
-
-    def __init__(
-        self,
-        module: Module,
-        autocast: Callable[[], AbstractContextManager[Any, bool | None]],
-    ) -> None:
-        super().__init__(module)
-        self.autocast = autocast
-
-    @classmethod
-    def install(
-        cls, module: Module, autocast: Callable[[], AbstractContextManager[Any, bool | None]]
-    ) -> None:
-        """Replace the forward of ``module`` by one that runs in the context of ``autocast()``."""
-        module.__dict__["forward"] = cls(module, autocast)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.autocast():
-            outputs = self.plain(*args, **kwargs)
-        return convert_to_fp32(outputs)
-
-
 def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
     """Yield the :class:`ReplacedForward` objects of ``module``, the outermost first."""
     forward = module.__dict__.get("forward")
@@ -145,11 +119,6 @@ def joined_state_dict(
     return whole
 
 
-def uncompiled(module: Module) -> Module:
-    """Return the module inside the wrapper of ``torch.compile``; without a wrapper, ``module``."""
-    return of_torch.original_module(module)
-
-
 def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return ``replaced`` if it is not None, else the class's forward, bound to ``module``.
 
@@ -173,6 +142,11 @@ class PreparedModel:
     wrapped: Module
     training: bool
     meta_copy: Module | None = None
+
+    @property
+    def plain(self) -> Module:
+        """The user's model without the wrapper of ``torch.compile``."""
+        return of_torch.original_module(self.inner)
 
 
 def tied_names(model: Module) -> list[list[str]]:

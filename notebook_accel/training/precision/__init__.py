@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.models import AutocastForward, strip_forward
+from notebook_accel.training.collectives.nested import convert_to_fp32
+from notebook_accel.training.models import RemovableForward, strip_forward
 from notebook_accel.training.precision.float8 import AORecipeKwargs, convert_model_to_fp8_ao
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import AutocastKwargs, GradScalerKwargs
+
+
+class AutocastForward(RemovableForward):
+    """Runs a module's forward under autocast, and converts the outputs to float32."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        autocast: Callable[[], AbstractContextManager[Any, bool | None]],
+    ) -> None:
+        super().__init__(module)
+        self.autocast = autocast
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.autocast():
+            outputs = self.plain(*args, **kwargs)
+        return convert_to_fp32(outputs)
 
 
 class Precision:
@@ -72,7 +91,7 @@ class Precision:
         """
         strip_forward(model, AutocastForward)
         if self.dtype is not None:
-            AutocastForward.install(model, self.autocast)
+            model.__dict__["forward"] = AutocastForward(model, self.autocast)
 
 
 class BFloat16(Precision):

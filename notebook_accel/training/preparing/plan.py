@@ -11,7 +11,6 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.models.compiling import TorchDynamoPlugin, resolve_dynamo
 from notebook_accel.training.precision import (
     PRECISIONS,
     refuse_divided_layers,
@@ -35,11 +34,12 @@ from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.stepping.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.strategies import (
     PLUGIN_ARGUMENTS,
-    Request,
-    Strategy,
     make_strategy,
     resolve_plugins,
 )
+from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, resolve_dynamo
+from notebook_accel.training.strategies.strategy_request import Request
 
 # Arguments of Hugging Face's Accelerator that are not built here, and what to use instead.
 UNBUILT = {

@@ -24,16 +24,16 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.data.distribute import prepare_loader
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.data.unprepared import watch_loaders
-from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
-from notebook_accel.training.models.meta_copy import copy_on_meta
+from notebook_accel.training.models import PreparedModel, strip_forward
 from notebook_accel.training.preparing.off_device import off_device
 from notebook_accel.training.preparing.plan import Plan
-from notebook_accel.training.preparing.state_after_stop import parts_of
+from notebook_accel.training.preparing.state_after_stop import copy_on_meta, parts_of
 from notebook_accel.training.processes.device_memory import is_out_of_memory, memory_parts
 from notebook_accel.training.processes.devices import name_of_device
 from notebook_accel.training.settings import environment
@@ -44,11 +44,19 @@ from notebook_accel.training.stepping.optimizer import (
     inner_optimizer,
 )
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall
 
 # Packages whose objects torch cannot train: passing them through would fail much later.
 _FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}
 _FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}
+
+
+# Classes in which strategies, or users, wrap a model, whose ``module`` is the model itself.
+_WRAPPERS = {
+    "deepspeed.runtime.engine.DeepSpeedEngine",
+    "torch.nn.parallel.data_parallel.DataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+}
 
 
 class Preparation:
@@ -152,7 +160,7 @@ class Preparation:
         is_spread = _is_spread(model, self.plan.topology.num_processes)
         device = None if is_spread else self._device(device_placement)
         shards = strategy.spreads_weights and training
-        meta_copy = copy_on_meta(uncompiled(model)) if shards else None
+        meta_copy = copy_on_meta(of_torch.original_module(model)) if shards else None
         if not strategy.is_engine:
             self.plan.precision.wrap(model)
         wrapped = strategy.prepare_model(ModelToPrepare(model, training, device))
@@ -407,7 +415,7 @@ def _is_spread(model: Module, num_processes: int) -> bool:
 
     Such a model is not moved by ``prepare``.
     """
-    devices = set((getattr(uncompiled(model), "hf_device_map", None) or {}).values())
+    devices = set((getattr(of_torch.original_module(model), "hf_device_map", None) or {}).values())
     if len(devices) < 2:
         return False
     if num_processes > 1 and not environment.read_flag("BYPASS_DEVICE_MAP"):
@@ -417,6 +425,13 @@ def _is_spread(model: Module, num_processes: int) -> bool:
             "ACCELERATE_BYPASS_DEVICE_MAP=true lets each rank train it where it is"
         )
     return True
+
+
+def unwrap(model: Module) -> Module:
+    """Return the model inside all wrappers: DDP, ``DataParallel`` and DeepSpeed's engine."""
+    while _WRAPPERS & {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}:
+        model = model.module  # type: ignore[assignment]
+    return model
 
 
 def extract_model_from_parallel(
@@ -448,10 +463,10 @@ def extract_model_from_parallel(
     for module in list(inner.modules()) if recursive else ():
         for name, child in module.named_children():
             setattr(module, name, unwrap(child))
-    given = unwrap(uncompiled(inner))
+    given = unwrap(of_torch.original_module(inner))
     if not keep_torch_compile:
         inner = given
-    elif given is not uncompiled(inner):
+    elif given is not of_torch.original_module(inner):
         # A wrapper was compiled. Accelerate takes it out of the compiled module, which the script
         # may go on to train; so here is another one, compiled the same way.
         inner = type(inner)(given, inner.dynamo_ctx)
@@ -468,5 +483,5 @@ def without_wrappers(model: Module) -> Module:
     applied to the model inside, the compiled model.
     """
     inner = unwrap(model)
-    given = unwrap(uncompiled(inner))
-    return inner if given is uncompiled(inner) else given
+    given = unwrap(of_torch.original_module(inner))
+    return inner if given is of_torch.original_module(inner) else given

@@ -6,26 +6,30 @@
 
 Ranks use no collectives for this: a rank that was interrupted in other code would never join one.
 If weights are sharded, each rank sends its pieces with their offsets in the full tensors, and the
-notebook puts them together.
+notebook puts them together. A sharded model cannot be sent as it is, so a copy on torch's meta
+device is made before sharding::
+
+    each rank:  prepare --> copy_on_meta(model), then the model is sharded in place
+    notebook:   fill(meta_copy, joined weights) --> the model, unsharded
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from notebook_accel.training.collectives.nested import honor_type, num_bytes, recursively_apply
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.state_files import write_state
 from notebook_accel.training.files.weights import numbered, save_weights
-from notebook_accel.training.models import PreparedModel, uncompiled
-from notebook_accel.training.models.meta_copy import fill
+from notebook_accel.training.models import PreparedModel
 from notebook_accel.training.settings.notices import notice
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
@@ -229,7 +233,7 @@ def parts_of(
                 models=[], weights=[], optimizers=[], schedulers=[], step=num_steps, files=own
             )
         return
-    models = [uncompiled(known.inner) for known in known_models]
+    models = [known.plain for known in known_models]
     # Ranks of one machine that all have parts copy theirs at the same time.
     num_copies = 2 * (topology.local_num_processes if any(in_parts) else 1)
     weights = [[*model.parameters(), *model.buffers()] for model in models]
@@ -351,3 +355,47 @@ def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
         places = zip(piece.offset, piece.values.shape, strict=True)
         whole[tuple(slice(start, start + size) for start, size in places)] = piece.values
     return whole
+
+
+def copy_on_meta(model: Module) -> Module | None:
+    """Return a deep copy of a model whose weights are on the meta device and take no memory.
+
+    Buffers, and tensors that are plain attributes of a module, are shared with the model. All else
+    is copied, so that later changes of the model, such as hooks, do not reach the copy.
+
+    Returns:
+        The copy. None if a weight is not a plain ``torch.nn.Parameter`` (as in quantized models),
+        or if deep copying the model fails; training goes on without a copy.
+    """
+    if any(type(weight) is not Parameter for weight in model.parameters()):
+        return None
+    # What deepcopy finds here, by identity, it takes as the copy: tied names keep one weight.
+    copies: dict[int, Any] = {
+        id(value): value
+        for part in model.modules()
+        for value in (*vars(part).values(), *part.buffers(recurse=False))
+        if isinstance(value, torch.Tensor)
+    }
+    for weight in model.parameters():
+        empty = torch.empty_like(weight, device="meta")
+        copies[id(weight)] = Parameter(empty, weight.requires_grad)
+    try:
+        return copy.deepcopy(model, copies)
+    except Exception:  # whatever classes of the user's do: such a model is trained all the same
+        return None
+
+
+def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:
+    """Fill a copy of :func:`copy_on_meta` with unsharded weights and buffers, in place.
+
+    Raises:
+        Exception: names or shapes of the weights do not match, or user code in the model raised.
+    """
+    made: dict[int, Parameter] = {}
+    for name, empty in [*meta_copy.named_parameters(remove_duplicate=False)]:
+        if id(empty) not in made:
+            made[id(empty)] = Parameter(weights[name], empty.requires_grad)
+        owner, _, last = name.rpartition(".")
+        setattr(meta_copy.get_submodule(owner), last, made[id(empty)])
+    # Buffers, and what modules keep beside their tensors; a weight is copied onto itself.
+    meta_copy.load_state_dict(weights)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.algorithms.join import Join
 
-from notebook_accel.training.models import uncompiled
+from notebook_accel.private import of_torch
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 
@@ -35,7 +35,9 @@ def join_uneven_inputs(
     """
     # The object inside a prepared optimizer or compiled model is the one that ``Join`` marks.
     inner: list[Any] = [inner_optimizer(one) for one in joinables]
-    able: list[Any] = [one for one in map(uncompiled, inner) if hasattr(one, "join_hook")]
+    able: list[Any] = [
+        one for one in map(of_torch.original_module, inner) if hasattr(one, "join_hook")
+    ]
     if not able:
         kinds = ", ".join(sorted({type(one).__name__ for one in joinables})) or "nothing"
         notice_once(

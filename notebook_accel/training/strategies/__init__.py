@@ -16,8 +16,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch.nn import Module
-
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.parallelism import ParallelismConfig
@@ -36,23 +34,7 @@ __all__ = [
     "Strategy",
     "make_strategy",
     "resolve_plugins",
-    "unwrap",
 ]
-
-
-def _wants_stages(request: Request) -> bool:
-    asked = request.plugins.get("parallelism_config")
-    return asked is not None and asked.pp_enabled
-
-
-def _wants_weights_in_parts(request: Request) -> bool:
-    """Return whether weights are to be sharded or divided over several ranks.
-
-    ``dp_replicate_size`` alone does not count: that is plain data parallelism (DDP).
-    """
-    asked = request.plugins.get("parallelism_config")
-    divides = asked is not None and set(asked.active_mesh_dims) - {"dp_replicate"} != set()
-    return request.topology.num_processes > 1 and (divides or "fsdp_plugin" in request.plugins)
 
 
 class Choice(NamedTuple):
@@ -78,8 +60,16 @@ STRATEGIES = {
         ".deepspeed.deepspeed_strategy",
         "DeepSpeedZero",
     ),
-    "pipeline": Choice(_wants_stages, ".pipeline", "PipelineParallel"),
-    "mesh": Choice(_wants_weights_in_parts, ".mesh", "MeshParallel"),
+    "pipeline": Choice(lambda request: "pp" in request.mesh_dims, ".pipeline", "PipelineParallel"),
+    # Replicas alone are plain data parallelism (DDP).
+    "mesh": Choice(
+        lambda request: (
+            request.topology.num_processes > 1
+            and ("fsdp_plugin" in request.plugins or not request.mesh_dims <= {"dp_replicate"})
+        ),
+        ".mesh",
+        "MeshParallel",
+    ),
     "ddp": Choice(lambda request: request.topology.num_processes > 1, ".ddp", "DDPStrategy"),
     "single": Choice(lambda _: True, ".spread_models", "TakesSpreadModels"),
 }
@@ -89,13 +79,6 @@ PLUGIN_ARGUMENTS: dict[str, type[StrategyPlugin]] = {
     "fsdp_plugin": FullyShardedDataParallelPlugin,
     "parallelism_config": ParallelismConfig,
     "deepspeed_plugin": DeepSpeedPlugin,
-}
-
-# Classes in which strategies, or users, wrap a model, whose ``module`` is the model itself.
-_WRAPPERS = {
-    "deepspeed.runtime.engine.DeepSpeedEngine",
-    "torch.nn.parallel.data_parallel.DataParallel",
-    "torch.nn.parallel.distributed.DistributedDataParallel",
 }
 
 
@@ -119,10 +102,3 @@ def make_strategy(request: Request) -> Strategy:
     module = importlib.import_module(choice.module, __name__)
     strategy: Strategy = getattr(module, choice.name)(request)
     return strategy
-
-
-def unwrap(model: Module) -> Module:
-    """Return the model inside all wrappers: DDP, ``DataParallel`` and DeepSpeed's engine."""
-    while _WRAPPERS & {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}:
-        model = model.module  # type: ignore[assignment]
-    return model

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.models.compiling import compile_model
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig
@@ -31,6 +30,7 @@ from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import measure_steps
+from notebook_accel.training.strategies.compiling import compile_model
 from notebook_accel.training.strategies.for_checkpoints import ForCheckpoints
 from notebook_accel.training.strategies.for_training_loops import ForTrainingLoops
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from notebook_accel.private import of_torch
-from notebook_accel.training.models import uncompiled, weights_of
+from notebook_accel.training.models import weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
@@ -88,7 +88,7 @@ class TakesSpreadModels(Strategy):
         return model in self._in_parts
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
-        inner = uncompiled(model)
+        inner = of_torch.original_module(model)
         if isinstance(inner, DistributedDataParallel):
             return _resumed(inner) if enabled else inner.no_sync()
         if hasattr(inner, "set_requires_gradient_sync"):  # after fully_shard

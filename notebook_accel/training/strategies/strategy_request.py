@@ -11,11 +11,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from notebook_accel.training.models.compiling import TorchDynamoPlugin
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.settings.handlers import KwargsHandler
 from notebook_accel.training.stepping.accumulation import Accumulation
+from notebook_accel.training.strategies.compiling import TorchDynamoPlugin
 
 
 @dataclass(kw_only=True)
@@ -30,6 +30,12 @@ class Request:
     dynamo: TorchDynamoPlugin
     accumulation: Accumulation
     """The windows, for a strategy whose library exchanges gradients by them."""
+
+    @property
+    def mesh_dims(self) -> set[str]:
+        """The dimensions with several ranks that ``parallelism_config`` asks for."""
+        asked = self.plugins.get("parallelism_config")
+        return set() if asked is None else set(asked.active_mesh_dims)
 
 
 @dataclass

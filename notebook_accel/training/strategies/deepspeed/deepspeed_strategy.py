@@ -26,7 +26,6 @@ from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.files.pieces import Piece
 from notebook_accel.training.models import joined_state_dict
-from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
@@ -36,7 +35,11 @@ from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.deepspeed import deepspeed_files
-from notebook_accel.training.strategies.deepspeed.zero_config import complete
+from notebook_accel.training.strategies.deepspeed.zero_config import (
+    DummyOptim,
+    DummyScheduler,
+    complete,
+)
 from notebook_accel.training.strategies.deepspeed.zero_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -45,57 +45,53 @@ class DynamoBackend(TextEnum):
     NEURON = "NEURON"
 
 
-def _flag(name: str) -> Any:
-    return field(default_factory=lambda: environment.read_flag(name))
+# Fields that are flags, and their variables.
+_FLAGS = {
+    "fullgraph": "DYNAMO_USE_FULLGRAPH",
+    "dynamic": "DYNAMO_USE_DYNAMIC",
+    "use_regional_compilation": "DYNAMO_USE_REGIONAL_COMPILATION",
+}
 
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Settings of ``torch.compile``, for ``Accelerator(dynamo_plugin=...)``.
 
-    Fields that are not given, other than ``options`` and ``disable``, are read from environment
-    variables ``ACCELERATE_DYNAMO_*``.
+    Fields that are None, other than ``options``, are read from environment variables
+    ``ACCELERATE_DYNAMO_*``.
 
     Raises:
         ConfigError: there is no such backend.
     """
 
-    backend: DynamoBackend = field(
-        default_factory=lambda: cast("Any", environment.read("DYNAMO_BACKEND") or "no")
-    )
-    """Such as "inductor"; "no" compiles nothing."""
-    mode: str = field(default_factory=lambda: environment.read("DYNAMO_MODE") or "default")
+    backend: Any = None
+    """A ``DynamoBackend`` or its name, such as "inductor"; "no" compiles nothing."""
+    mode: str | None = None
     """Such as "reduce-overhead" or "max-autotune"."""
-    fullgraph: bool = _flag("DYNAMO_USE_FULLGRAPH")
+    fullgraph: bool | None = None
     """Whether a model that does not trace in one piece is an error."""
-    dynamic: bool | None = field(
-        default_factory=lambda: (
-            None
-            if environment.read("DYNAMO_USE_DYNAMIC") is None
-            else environment.read_flag("DYNAMO_USE_DYNAMIC")
-        )
-    )
+    dynamic: bool | None = None
     """Whether shapes may change; None lets torch find out."""
     options: Any = None
     """Options of the backend."""
     disable: bool = False
     """Whether to do nothing, for a test."""
-    use_regional_compilation: bool = _flag("DYNAMO_USE_REGIONAL_COMPILATION")
+    use_regional_compilation: bool | None = None
     """Whether repeated blocks are compiled, rather than the whole."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            # Trainers hand on None for what their users did not say.
-            if getattr(self, each.name) is None and each.default_factory is not MISSING:
-                setattr(self, each.name, each.default_factory())
-        text = str(self.backend).upper()
+        text = str(self.backend or environment.read("DYNAMO_BACKEND") or "no").upper()
         if text not in DynamoBackend.__members__:
             raise ConfigError(
                 f"TorchDynamoPlugin(backend={self.backend!r}): expected one of "
                 f"{', '.join(name.lower() for name in DynamoBackend.__members__)}"
             )
         self.backend = DynamoBackend[text]
-        self.mode = self.mode or "default"
+        self.mode = self.mode or environment.read("DYNAMO_MODE") or "default"
+        for name, variable in _FLAGS.items():
+            # Whether shapes change is open where nobody says it; the others are off.
+            if getattr(self, name) is None and (name != "dynamic" or environment.read(variable)):
+                setattr(self, name, environment.read_flag(variable))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, the backend in lower case, as torch spells it."""
