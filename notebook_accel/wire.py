@@ -31,9 +31,9 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-# Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
-# with every change of a message: the kernel and its template may be of two versions.
-VERSION = 21
+# A template says it first, and a machine as it joins: the other side compares it. Raise it with
+# every change of a message: a kernel and the processes that it starts may be of two versions.
+VERSION = 22
 
 
 # What a knob may hold.
@@ -520,12 +520,18 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
 class TemplateReady(Message, frozen=True, kw_only=True):
     """From the template: it has imported what all ranks need, and can fork agents."""
 
+    version: int = 0
+
 
 class ForkAgent(Message, frozen=True, kw_only=True):
-    """Request to the template: fork an agent."""
+    """Request to the template: fork an agent, which gets the socket that comes along.
 
-    secret: bytes
+    Attributes:
+        is_remote: whether the agent's kernel is on another machine.
+    """
+
     is_prepared: bool = False
+    is_remote: bool = False
 
 
 class Forked(Message, frozen=True, kw_only=True):

@@ -19,7 +19,8 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.template.handle import template
-from notebook_accel.launch.transport.handshake import connect, new_secret
+from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.segment import pack
 from notebook_accel.system import processes
 from tests.engines.processes import below
@@ -34,29 +35,24 @@ SECONDS = 60.0
 class AgentByHand:
     """An agent of the shared template, which has been sent nothing yet; ``heard`` is in order."""
 
-    def __init__(
-        self,
-        log_dir: Path | None,
-        pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
-    ) -> None:
+    def __init__(self, log_dir: Path | None) -> None:
         self.run = uuid4().hex
         self.heard: list[wire.Message] = []
         self._log_dir = log_dir
         self._calls = 0
-        ours, theirs = pair()
-        secret = new_secret()
+        ours, theirs = socket.socketpair()
+        is_remote = log_dir is None
         with theirs:
-            self.pid = template().fork_agent(theirs, run=self.run, secret=secret)
+            self.pid = template().fork_agent(theirs, run=self.run, is_remote=is_remote)
         # A channel waits for ever; here a read that takes so long fails.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(SECONDS), 0))
-        self.channel = connect(ours, secret)
+        self.channel = FramedChannel(ours) if is_remote else Channel(ours)
         self.ranks: tuple[wire.RankSpec, ...] = ()
 
     def link(self) -> AgentLink:
         return AgentLink(
             channel=self.channel,
             ranks=self.ranks,
-            sees_files=True,
             how_it_ended=lambda: AgentEnd("was ended by the test"),
             kill=self.kill,
         )

@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,12 +36,10 @@ from notebook_accel import (
 )
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
-from notebook_accel.launch.engines import local
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport import segment
-from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below
@@ -53,7 +50,6 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from notebook_accel.launch.control.run_state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.transport.channel import Channel
 
 SOON = 20.0
 
@@ -114,39 +110,6 @@ def test_no_process_of_a_run_listens(tmp_path: Path) -> None:
     assert _listening(ours) == before
     (tmp_path / "go").touch()
     run.wait(SOON)
-
-
-@pytest.mark.parametrize("peer", ["wrong secret", "garbage"])
-def test_a_peer_that_is_not_the_kernel_starts_nothing_and_hurts_nobody(
-    peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(folder: str) -> int:
-        while not os.path.exists(f"{folder}/go"):
-            time.sleep(0.01)
-        return 5
-
-    def intruder(sock: socket.socket, secret: bytes) -> Channel:
-        if peer == "garbage":
-            sock.sendall(os.urandom(10_000))
-            assert sock.recv(1000), "the agent's own hello"
-            with contextlib.suppress(ConnectionResetError):
-                assert sock.recv(1000) == b"", "and not a word more"
-        return connect(sock, b"guess" if peer == "wrong secret" else secret)
-
-    run = on_cpu(train, str(tmp_path), block=False)
-    eventually(lambda: run.status == "running", within=SOON, what="it runs")
-    before = {process.pid for process in below(template().pid)}
-    with monkeypatch.context() as patch:
-        patch.setattr(local, "connect", intruder)
-        with pytest.raises(LaunchError, match="did not start"):
-            on_cpu(train, str(tmp_path))
-    eventually(
-        lambda: {process.pid for process in below(template().pid)} == before,
-        within=SOON,
-        what="nothing was left of the other launch",
-    )
-    (tmp_path / "go").touch()
-    assert run.wait(SOON).results == [5, 5]
 
 
 # ---- what a launch leaves in the kernel ----------------------------------------------------

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from notebook_accel import wire
-from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.system import scratch
 from notebook_accel.system.own_files import log_path, open_log
@@ -76,12 +76,8 @@ def rank_logs(launch: wire.Launch, channel: Channel) -> RankLogs:
 
     If ``launch.log_dir`` is set, the files lie in that folder. If it is None, the kernel is on
     another machine, and the files' bytes are sent to it over ``channel``.
-
-    Raises:
-        ProtocolError: ``launch.log_dir`` is None, but ``channel`` cannot send files as bytes.
     """
     if launch.log_dir is not None:
         return RankLogs(Path(launch.log_dir))
-    if not isinstance(channel, FramedChannel):
-        raise ProtocolError("the kernel names no folder for the output of ranks on its machine")
+    assert isinstance(channel, FramedChannel), "wire.ForkAgent.is_remote"
     return _LogsSent(channel, launch.run)

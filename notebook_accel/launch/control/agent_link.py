@@ -40,11 +40,6 @@ class AgentEnd:
         how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
         return cls(how, "".join(traceback.format_exception(error)))
 
-    @property
-    def in_its_own_words(self) -> str:
-        """The traceback as the last part of an error message; "" if there is no traceback."""
-        return f" Its own error:\n\n{self.traceback.rstrip()}" if self.traceback else ""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLink:
@@ -60,7 +55,6 @@ class AgentLink:
 
     channel: Channel
     ranks: tuple[wire.RankSpec, ...]
-    sees_files: bool
     how_it_ended: Callable[[], AgentEnd | None]
     kill: Callable[[], None]
     launch_fields: Mapping[str, Any] = field(default_factory=dict)

@@ -300,7 +300,8 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
     end = lost.end
     advice = f"Likely, {end.likely or LIKELY_CAUSES['SIGKILL']}; launch again."
     if end.traceback:
-        advice = "Launch again; if it happens again, this says why." + end.in_its_own_words
+        own_error = f"Its own error:\n\n{end.traceback.rstrip()}"
+        advice = f"Launch again; if it happens again, this says why. {own_error}"
     return Failure(
         message=(
             f"the helper process that watches {rank_list(lost.ranks)} {end.how}, so that "

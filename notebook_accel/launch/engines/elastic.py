@@ -33,7 +33,7 @@ from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.agent_link import AgentLink
 from notebook_accel.launch.engines.engine import RankPlan
-from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent, tcp_pair
+from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent
 from notebook_accel.launch.engines.machines import (
     JoinedMachine,
     MachinesEngine,
@@ -354,5 +354,5 @@ def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:
             await_imports(source, seconds=_IMPORTS_SECONDS)
 
         ask_template(message.environment, prepare)
-    options = {"sees_files": False, "is_prepared": bool(message.imports)}
-    return fork_agent(message.environment, (), tcp_pair, run=message.run, **options)
+    how = {"is_prepared": bool(message.imports), "is_remote": True}
+    return fork_agent(message.environment, (), run=message.run, **how)

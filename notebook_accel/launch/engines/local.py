@@ -27,7 +27,7 @@ import msgspec
 from notebook_accel import tpu, wire
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough
-from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.call import Call, NewCall, RankCall
 from notebook_accel.launch.control.pool import RankPool
@@ -46,7 +46,7 @@ from notebook_accel.launch.rank_environment import (
 )
 from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import Template, ask_template
-from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
+from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes, scratch
@@ -129,7 +129,7 @@ class AgentEngine(Engine):
     ) -> RankPool:
         num_threads = num_threads_of(request.environment, plan.world_size)
         of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
-        # Without each agent's ranks and folder.
+        # Without each agent's ranks.
         message = wire.Launch(
             run=run,
             world_size=plan.world_size,
@@ -137,7 +137,7 @@ class AgentEngine(Engine):
             environment=rank_environment(request.config, of_engine=of_engine),
             directory=os.getcwd(),
             path=tuple(import_path()),
-            log_dir=None,
+            log_dir=str(log_dir),
             num_threads=num_threads,
             start_method=self.start_method,
             notebook=request.notebook or pickle.dumps(capture(request.config.seed)),
@@ -147,8 +147,7 @@ class AgentEngine(Engine):
             try:
                 pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
                 for link in links:
-                    folder = str(log_dir) if link.sees_files else None
-                    own = {"ranks": link.ranks, "log_dir": folder, **link.launch_fields}
+                    own = {"ranks": link.ranks, **link.launch_fields}
                     pool.send_launch(link, msgspec.structs.replace(message, **own))
             except BaseException:
                 abandon(links)
@@ -243,8 +242,8 @@ class LocalEngine(AgentEngine):
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
-        options = {"sees_files": True, "is_prepared": may_have_libraries(request)}
-        return [fork_agent(request.environment, ranks, socket.socketpair, run=run, **options)]
+        is_prepared = may_have_libraries(request)
+        return [fork_agent(request.environment, ranks, run=run, is_prepared=is_prepared)]
 
 
 def await_imports(
@@ -271,58 +270,27 @@ def may_have_libraries(request: LaunchRequest) -> bool:
 
 
 def fork_agent(
-    environment: Mapping[str, str],
-    ranks: tuple[wire.RankSpec, ...],
-    connection: Callable[[], tuple[socket.socket, socket.socket]],
-    *,
-    run: str,
-    sees_files: bool,
-    is_prepared: bool = False,
+    environment: Mapping[str, str], ranks: tuple[wire.RankSpec, ...], *, run: str, **how: bool
 ) -> AgentLink:
     """Have the template process fork an agent, and return the connection to the agent."""
 
     def fork(source: Template) -> AgentLink:
-        secret = new_secret()
-        ours, theirs = connection()
+        ours, theirs = socket.socketpair()
         try:
             with theirs:
-                pid = source.fork_agent(theirs, run=run, secret=secret, is_prepared=is_prepared)
-            channel = connect(ours, secret)
-        except AuthenticationError as error:
-            end = _how_it_ended(source, pid)
-            # It may be stopped, and would not see that nobody wants it.
-            _end(source, pid, run)
-            raise LaunchError(
-                f"the helper process that watches the ranks did not start: it {end.how} ({error}). "
-                f"Launch again.{end.in_its_own_words}"
-            ) from None
+                pid = source.fork_agent(theirs, run=run, **how)
         except BaseException:
             # An agent that was forked all the same ends when its channel does.
             ours.close()
             raise
         return AgentLink(
-            channel=channel,
+            channel=Channel(ours),
             ranks=ranks,
-            sees_files=sees_files,
             how_it_ended=partial(_how_it_ended, source, pid),
             kill=partial(_end, source, pid, run),
         )
 
     return ask_template(environment, fork)
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a TCP connection over the loopback interface.
-
-    Unlike a Unix socket pair, a TCP connection passes no file descriptors: all data travels as
-    bytes, which can be relayed to another machine.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, peer = server.accept()
-        if peer != ours.getsockname():
-            raise LaunchError("another process took a connection of this one: launch again")
-        return ours, theirs
 
 
 def _end(source: Template, pid: int, run: str) -> None:

@@ -157,7 +157,6 @@ class JoinedMachine:
         return AgentLink(
             channel=FramedChannel(ours),
             ranks=ranks,
-            sees_files=False,
             how_it_ended=self._how_it_ended,
             kill=self._kill_agent,
             launch_fields=fields(answer.directory),
@@ -470,6 +469,7 @@ def _fields_of_launch(
         "directory": directory,
         "path": tuple(dict.fromkeys([*mine, *info.path])),
         "num_threads": num_threads,
+        "log_dir": None,
     }
 
 

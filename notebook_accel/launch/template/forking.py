@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from notebook_accel import wire
-from notebook_accel.launch.transport.handshake import accept
+from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.system import processes, scratch
 
 # What stands around a child's traceback on standard error.
@@ -65,6 +66,6 @@ def run_agent(message: wire.ForkAgent, fd: int, kernel: int) -> None:
     os.setsid()
     # The template, which would end this process with the kernel, may be gone itself.
     with processes.acting_on_exit(kernel, end_everything):
-        channel = accept(socket.socket(fileno=fd), message.secret)
+        channel = (FramedChannel if message.is_remote else Channel)(socket.socket(fileno=fd))
         first = channel.receive()
     agent.main(channel, kernel, first)

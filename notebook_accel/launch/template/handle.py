@@ -7,7 +7,7 @@ and takes milliseconds. This file is the kernel's side, ``process.py`` the templ
 
     Template: exec, an end of a socket ------>  serve: imports torch
               wait_until_ready <---------------  TemplateReady
-              ForkAgent, an end of a socket -->  fork --> the agent, which accepts the socket
+              ForkAgent, an end of a socket -->  fork --> the agent, which gets the socket
               <------------------- Forked(pid)
               CountDevices ------------------->  fork --> a child that asks torch, and ends
               <------------------------ Devices
@@ -164,7 +164,7 @@ class Template:
         return self._ask(request, wire.Imports, seconds=_FORK_SECONDS)
 
     def fork_agent(
-        self, sock: socket.socket, *, run: str, secret: bytes, is_prepared: bool = False
+        self, sock: socket.socket, *, run: str, is_prepared: bool = False, is_remote: bool = False
     ) -> int:
         """Have the template fork an agent; return the agent's pid.
 
@@ -175,7 +175,7 @@ class Template:
         Raises:
             UnresponsiveTemplateError: it did not answer in time, and was killed.
         """
-        request = wire.ForkAgent(run=run, secret=secret, is_prepared=is_prepared)
+        request = wire.ForkAgent(run=run, is_prepared=is_prepared, is_remote=is_remote)
         answer = self._ask(request, wire.Forked, seconds=_FORK_SECONDS, fds=(sock.fileno(),))
         if answer.error:
             raise LaunchError(
@@ -295,6 +295,8 @@ class Template:
 
     def _note(self, message: wire.Message) -> None:
         if isinstance(message, wire.TemplateReady):
+            if message.version != wire.VERSION:
+                raise self._lost("has another version of notebook_accel. Restart the kernel")
             self._is_ready = True
         elif isinstance(message, wire.AgentExited):
             self._exits[message.pid] = message

@@ -76,7 +76,7 @@ def serve(fd: int, kernel_pid: int) -> None:
         gc.freeze()
     channel = Channel(socket.socket(fileno=fd))
     with contextlib.suppress(OSError):
-        channel.send(wire.TemplateReady())
+        channel.send(wire.TemplateReady(version=wire.VERSION))
     Server(channel, kernel).run()
 
 

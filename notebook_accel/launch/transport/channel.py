@@ -1,8 +1,8 @@
 """One end of a connection between two processes of a run: messages, with file descriptors.
 
 A frame is a length, a number of file descriptors, and one message of ``wire.py``. A
-:class:`Channel` is only made over a private socket pair, or after the two processes have
-authenticated each other: both know the run's secret (``handshake.py``), or run as the same user
+:class:`Channel` is only made over a private socket pair, of which no other process has an end, or
+once each process has asked the system whether the other runs as the same user
 (``user_socket.py``).
 
     send, post -> queue -> flush -> socket ===> socket -> drain, receive -> (message, descriptors)
@@ -276,8 +276,7 @@ class Channel:
                 _CHUNK, socket.CMSG_SPACE(_MAX_FDS * _FD.size), flags
             )
         except (ConnectionResetError, TimeoutError):
-            # A time-out is the network's (nothing came back from a remote machine on what was
-            # sent to it), or of whoever set one (template/process.py).
+            # A time-out is of whoever set one (template/process.py).
             data, rights, marks = b"", [], 0
         for _, kind, packed in rights:
             if kind == socket.SCM_RIGHTS:

@@ -114,9 +114,10 @@ class _WaitingMessage:
 
 
 class FramedChannel(Channel):
-    """A channel that sends memory segments and growing files as bytes, over any stream socket.
+    """A channel that sends memory segments and growing files as bytes.
 
-    For connections between machines, where descriptors cannot travel.
+    For connections between machines, where descriptors cannot travel: ``machine_link.py`` carries
+    the bytes of the channel's socket, and notices a machine that is lost.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -127,9 +128,6 @@ class FramedChannel(Channel):
         self._announced: deque[_ComingStream] = deque()
         self._waiting: dict[int | None, deque[_WaitingMessage]] = {}
         self._ready: deque[tuple[wire.Message, list[int]]] = deque()
-        if sock.family != socket.AF_UNIX:
-            # A lost machine is noticed by the link that carries these bytes (machine_link.py).
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def is_idle(self) -> bool:

@@ -16,7 +16,6 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.actions.messages import ActAt, Point, PointReached
-from notebook_accel.launch.engines.local import tcp_pair
 from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
@@ -92,7 +91,7 @@ def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes() -> None:
     def name_output() -> None:
         current().notice(os.readlink("/proc/self/fd/1"))
 
-    agent = AgentByHand(None, pair=tcp_pair)
+    agent = AgentByHand(None)
     try:
         agent.launch(1)
         agent.call(name_output)

@@ -52,7 +52,6 @@ class PlayedAgent:
             ranks=tuple(
                 wire.RankSpec(rank=rank, local_rank=local) for local, rank in enumerate(ranks)
             ),
-            sees_files=True,
             how_it_ended=lambda: AgentEnd("was killed by SIGKILL"),
             kill=self._be_killed,
         )

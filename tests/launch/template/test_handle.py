@@ -74,7 +74,7 @@ def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
     closed.close()
     # Its number, -1, cannot be duplicated, as none can where too many files are open.
     with pytest.raises(OSError, match="Bad file descriptor"):
-        source.fork_agent(closed, run="r", secret=b"")
+        source.fork_agent(closed, run="r")
     assert source.alive
 
 

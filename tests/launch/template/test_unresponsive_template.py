@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import LaunchError
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.view import View
@@ -120,3 +122,13 @@ def test_launches_of_two_threads_with_other_variables(monkeypatch: pytest.Monkey
         thread.join(3 * SOON)
     assert results == {number: [f"test-{number}"] for number in range(2)}
     assert a_launch() == [1, 1]
+
+
+def test_a_template_of_a_package_that_was_updated_meanwhile_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "VERSION", wire.VERSION + 1)
+    source = Template(os.environ)
+    with pytest.raises(LaunchError, match="another version of notebook_accel"):
+        source.wait_until_ready()
+    assert gone([source.pid])

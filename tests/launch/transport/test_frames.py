@@ -32,15 +32,9 @@ def _leaves_no_descriptor() -> Iterator[None]:
     assert not open_descriptors() - before
 
 
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        return one, server.accept()[0]
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[FramedChannel, FramedChannel]]:
-    one, other = map(FramedChannel, tcp_pair())
+    one, other = map(FramedChannel, socket.socketpair())
     yield one, other
     one.close()
     other.close()
@@ -112,7 +106,7 @@ def test_both_ways_at_once(pair: tuple[FramedChannel, FramedChannel]) -> None:
 
 
 def test_no_more_is_under_way_than_there_is_credit_for() -> None:
-    ours, theirs = tcp_pair()
+    ours, theirs = socket.socketpair()
     one = FramedChannel(ours)
     post(one, 0, BIG)
     with beside(one.flush):
