@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
+
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from jupyter_client.blocking.client import BlockingKernelClient
@@ -152,11 +155,19 @@ class Kernel:
         return str(self.client.execute(code, allow_stdin=allow_stdin))
 
     def finish(self, message_id: str, *, timeout: float = 60) -> Reply:
-        """Give what a cell does from now on until its end, which may have come meanwhile."""
+        """Give what a cell does from now on until its end, which may have come meanwhile.
+
+        A kernel that says nothing by then ends with the stacks of its threads.
+        """
         reply = Reply(status="ok")
         deadline = time.monotonic() + timeout
         while message_id not in self._ended:
-            message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                self.manager.signal_kernel(signal.SIGABRT)
+                eventually(lambda: not self.manager.is_alive(), within=10, what="the kernel ended")
+                raise
             is_own = message["parent_header"].get("msg_id") == message_id
             self._take(message, reply if is_own else Reply())
         return reply
@@ -325,7 +336,7 @@ def open_kernel(
     version: str = INSTALLED, page: type[Kernel] = Kernel, session: type[Session] = PageSession
 ) -> Iterator[Kernel]:
     manager = KernelManager()
-    environment = {**os.environ, **kernel_environment(version)}
+    environment = {**os.environ, **kernel_environment(version), "PYTHONFAULTHANDLER": "1"}
     manager.start_kernel(env=environment, cwd=str(ROOT))
     client = manager.blocking_client()
     client.session = session(key=manager.session.key)

@@ -155,7 +155,7 @@ def made(cases: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_sample_counts_once(size: int) -> None:
-    for results in run_ranks(gathers_even, size, timeout=30):
+    for results in run_ranks(gathers_even, size):
         assert results.keys() == CASES.keys()
         for name, (values, count, (rows, expected)) in results.items():
             assert values == list(range(count)), name
@@ -164,7 +164,7 @@ def test_each_sample_counts_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_sample_counts_once_where_ranks_have_more_or_fewer(size: int) -> None:
-    for results in run_ranks(gathers_uneven, size, timeout=30):
+    for results in run_ranks(gathers_uneven, size):
         assert results.keys() == UNEVEN.keys()
         for name, count in counts_of_uneven(size).items():
             assert sorted(results[name]) == list(range(count)), name
