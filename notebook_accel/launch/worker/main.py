@@ -360,7 +360,8 @@ class Worker:
                 raise
             _end_forked_child(context)
             _finish(context)
-            packed = payload.pack_result(value, call, context.notice)
+            # Of the last call: what a session's rank cannot send, a later cell has there.
+            packed = payload.pack_result(value, call, context.notice if message.last else None)
             # What was printed, by the pickling of the result too, may take long to be written.
             _flush_output()
             # No interrupt is raised from here on: one that comes after the segment is made would
