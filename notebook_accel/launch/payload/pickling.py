@@ -135,8 +135,15 @@ def _reduce_cached_property(value: Any) -> tuple[Any, ...]:
     return functools.cached_property, (value.func,), {"attrname": value.attrname}
 
 
+def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+    # cloudpickle 3.1.3 has "<dynamic-code>" for every file, and no traceback would name a cell.
+    kind, fields = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return kind, tuple(code.co_filename if field == "<dynamic-code>" else field for field in fields)
+
+
 # How values are pickled, by their type; picklers add this to their ``dispatch_table``.
 BY_TYPE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    types.CodeType: _reduce_code,
     functools.cached_property: _reduce_cached_property,
     # That of ``functools.singledispatch``.
     weakref.WeakKeyDictionary: lambda value: (type(value), (dict(value.items()),)),
