@@ -38,7 +38,7 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.payload import PackedCall, Registry, pack_call
 from notebook_accel.launch.rank_environment import rank_environment
-from notebook_accel.launch.resuming import folder_to_resume, save_now
+from notebook_accel.launch.resuming import folder_for_clone
 from notebook_accel.launch.run import Run, call_of, raise_error
 from notebook_accel.launch.scripts.export import script_of
 from notebook_accel.launch.text import wording
@@ -306,7 +306,7 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
     name = request.name or str(getattr(function, "__name__", type(function).__name__))
     # What a session's ranks are called with is a request of the notebook; names that it pushes are
     # no arguments.
-    shown = _named(function, args, kwargs)
+    shown = named_arguments(function, args, kwargs)
     if not request.brings_globals:
         shown = getattr(function, "args", ()), getattr(function, "kwargs", {})
     return replace(
@@ -321,12 +321,12 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
     )
 
 
-def _named(
+def named_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the arguments of a call with the positional ones by their names, if all have one."""
     try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
     except (TypeError, ValueError):
         return args, kwargs
     names = list(bound.arguments)[: len(args)]
@@ -448,23 +448,22 @@ class Cloner:
         *,
         warm: bool,
         block: bool,
+        name: str = "",
+        knobs: Mapping[str, KnobValue] = MappingProxyType({}),
         view: View | None = None,
     ) -> Run:
         request = self.request
-        args, kwargs, knobs = _changed_call(request, run, changes)
-        resume = request.resume
-        if warm:
-            resume = folder_to_resume(run) if run.state.has_ended else save_now(run)
+        args, kwargs, changed = _changed_call(request, run, changes)
         request = replace(
             request,
             args=args,
             kwargs=kwargs,
-            knobs={**request.knobs, **knobs},
+            knobs={**request.knobs, **knobs, **changed},
             environment={},
-            resume=resume,
+            resume=folder_for_clone(run) if warm else request.resume,
             origin=run.id,
             trial=None,
-            name=wording.arguments((), changes) or request.name,
+            name=name or wording.arguments((), changes) or request.name,
             block=block,
             view=request.new_view(waits=block) if view is None else view,
         )
@@ -486,17 +485,15 @@ def _refuse_clone(_run: Run, _changes: Mapping[str, Any], **_asked: bool) -> Run
 
 def _changed_call(
     request: LaunchRequest, run: Run, changes: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, KnobValue]]:
+) -> tuple[Sequence[Any], dict[str, Any], dict[str, KnobValue]]:
     """Return arguments and knobs after ``changes``, each of which names one of either."""
-    signature, made = inspect.signature(request.function), run.state.knobs
-    several = [one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
-    single = {
-        one.name
-        for one in signature.parameters.values()
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    }
-    bound = signature.bind(*request.args, **request.kwargs)
-    knobs = {}
+    function, made = request.function, run.state.knobs
+    args, kwargs = named_arguments(function, request.args, request.kwargs)
+    kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    single = {name for name, kind in kinds.items() if kind in by_name}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    arguments, knobs = {**kwargs}, {}
     for name, value in changes.items():
         if name in single and name in made:
             raise ConfigError(
@@ -505,17 +502,15 @@ def _changed_call(
             )
         if name in made:
             knobs[name] = checked(made[name], value)
-        elif name in single:
-            bound.arguments[name] = value
-        elif several:
-            bound.arguments[several[0]] = {**bound.arguments.get(several[0], {}), name: value}
+        elif name in single or takes_any:
+            arguments[name] = value
         else:
             names = ", ".join([*sorted(single), *made]) or "none"
             raise TypeError(
                 f"clone() got {name}=, which is neither an argument nor a knob of the function; "
                 f"it has {names}"
             )
-    return bound.args, bound.kwargs, knobs
+    return args, arguments, knobs
 
 
 def _free_devices(run: Run) -> tuple[int, ...]:

@@ -37,8 +37,10 @@ def folder_to_resume(source: object) -> str:
     return str(folder)
 
 
-def save_now(run: Run) -> str:
-    """Have a run that goes on write a checkpoint into its folder, and return that."""
+def folder_for_clone(run: Run) -> str:
+    """Return what a clone begins with: a checkpoint of this moment, or what an ended run left."""
+    if run.state.has_ended:
+        return folder_to_resume(run)
     if run.status == "paused":
         raise ConfigError(f"{run!r} is paused: run.go_on() first, or clone it without warm=True")
     folder = run.log_dir / f"warm-{secrets.token_hex(4)}"

@@ -1,6 +1,7 @@
-"""The form of a live panel for a clone of its run with changes: arguments, knobs, cold or warm.
+"""The form by which a run, or a trial of a sweep, is cloned: arguments, knobs, cold or warm.
 
     Clone --> a control for each --> Start --> a run, whose panel comes below, in the same box
+                                          \\-> one more trial of the sweep
 
 A click has no cell, so a clone has no other place. The box stays until the run and all its clones
 have ended (``PanelBox``).
@@ -10,14 +11,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ipywidgets
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.launcher import Cloner
 from notebook_accel.launch.run import Run, cloner_of
@@ -25,103 +24,127 @@ from notebook_accel.launch.text import wording
 from notebook_accel.notebook.controls import MAX_KNOBS, control_of, row_of, value_in
 from notebook_accel.notebook.display_slot import start_thread
 from notebook_accel.notebook.widgets import PanelWidgets
+from notebook_accel.rank.knob_limits import checked
 from notebook_accel.wire import KnobMade
 
-_TOOLTIP = "Launch the same function again with other arguments or knobs, in a panel below this one"
-_GONE = "the run's handle, which has the function, is gone; launch again"
+_TOOLTIP = "Launch the same function again with other arguments or knobs"
+_GONE = "Clone: the run's handle, which has the function, is gone; launch again"
 _WARM = "Begin with this run's training as it is at its next common step, instead of anew"
 
 
-class CloneForm:
-    """The button "Clone" of a panel, and the form that it opens.
+class Cloneable(NamedTuple):
+    """A run, the call of its function, and what clones it and returns a line about the clone.
+
+    ``clone`` gets the arguments that differ and, by the names that ``Cloner`` takes, all knobs,
+    the name and ``warm``.
+    """
+
+    run: Run
+    call: partial[Any]
+    clone: Callable[..., str]
+
+
+def cloneable(run: Run, below: Callable[[], Any]) -> Cloneable | None:
+    """Return None where the run's handle is gone, which alone has the function.
 
     Args:
-        run: the run.
-        widgets: makes the widgets of the panel.
         below: makes the view of a clone.
+    """
+    handle = next((one for one in run_list.runs() if one.id == run.id), run)
+    cloner = cloner_of(handle)
+    if not isinstance(cloner, Cloner):
+        return None
+    asked = cloner.request
+    call = partial(asked.function, *asked.args, **asked.kwargs)
+    return Cloneable(run, call, partial(_clone_below, cloner, run, below))
+
+
+def _clone_below(
+    cloner: Cloner, run: Run, below: Callable[[], Any], changes: Mapping[str, Any], **how: Any
+) -> str:
+    view = below()
+    try:
+        clone = cloner(run, changes, block=False, view=view, **how)
+    except Exception:
+        view.give_up()
+        raise
+    # Its handle stays until it has ended, by which it can be cloned too.
+    clone.add_done_callback(run_list.keep)
+    return f"the clone has begun, below: {clone.name}"
+
+
+class CloneForm:
+    """The button "Clone", and the form that it opens.
+
+    Args:
+        widgets: makes the widgets of the panel.
+        find: returns what is to be cloned.
         say: shows a line in the panel.
     """
 
     def __init__(
-        self, run: Run, widgets: PanelWidgets, below: Callable[[], Any], say: Callable[[str], None]
+        self,
+        widgets: PanelWidgets,
+        find: Callable[[], Cloneable | None],
+        say: Callable[[str], None],
     ) -> None:
-        self._run, self._widgets, self._below, self._say = run, widgets, below, say
+        self._widgets, self._find, self._say = widgets, find, say
+        self._opened: Cloneable | None = None
         self._fields: list[tuple[KnobMade, Any]] = []
-        # Handles of those that go on, by which they can be cloned too.
-        self._clones: list[Run] = []
         box = ipywidgets.Checkbox
         self._warm = widgets.field(box, "warm", _WARM, indent=False, classes="na-warm")
         # In a thread: a warm one begins once the run has come to a step.
-        start = partial(start_thread, self._clone, name="notebook-accel-clone")
+        start = partial(start_thread, self._on_start, name="notebook-accel-clone")
         self._start = widgets.button("Start", "Launch the clone", start)
         self.box = widgets.make(ipywidgets.VBox, classes="na-controls na-clone")
-        # A trial of a sweep is cloned there, as one more trial.
-        can_clone = self._cloner is not None and run.state.trial is None
-        self.buttons = [widgets.button("Clone", _TOOLTIP, self._on_open)] if can_clone else []
+        self.button = widgets.button("Clone", _TOOLTIP, self._on_open)
 
-    @property
-    def _cloner(self) -> Cloner | None:
-        """What the handle has that the launch returned: it alone has the function."""
-        handle = next((one for one in run_list.runs() if one.id == self._run.id), self._run)
-        found = cloner_of(handle)
-        return found if isinstance(found, Cloner) else None
+    def close(self) -> None:
+        self._opened, self.box.children = None, ()
 
     def _on_open(self) -> None:
-        cloner = self._cloner
-        if self.box.children or cloner is None:
-            self._say("" if self.box.children else f"Clone: {_GONE}")
-            self.box.children = ()
+        found = None if self._opened else self._find()
+        self._say("" if self._opened or found else _GONE)
+        self.close()
+        if found is None:
             return
-        asked = cloner.request
-        bound = inspect.signature(asked.function).bind(*asked.args, **asked.kwargs)
+        bound = inspect.signature(found.call.func).bind(*found.call.args, **found.call.keywords)
         bound.apply_defaults()
-        plain = {name: one for name, one in bound.arguments.items() if _is_plain(one)}
-        made = {name: KnobMade(name=name, value=value) for name, value in plain.items()}
-        shown = [*{**made, **self._run.state.knobs}.values()][:MAX_KNOBS]
+        given = bound.arguments.items()
+        plain = {
+            name: KnobMade(name=name, value=value) for name, value in given if _is_plain(value)
+        }
+        shown = [*{**plain, **found.run.state.knobs}.values()][:MAX_KNOBS]
+        self._opened = found
         self._fields = [(knob, control_of(knob, self._widgets)) for knob in shown]
-        for _, control in self._fields:
-            self._widgets.let_through(control)
         rows = [row_of(knob, control, widgets=self._widgets) for knob, control in self._fields]
         title = self._widgets.make(ipywidgets.HTML, "clone with", classes="na-clone-title")
         last = self._widgets.make(ipywidgets.HBox, [self._warm, self._start], classes="na-knob")
         self.box.children = (title, *rows, last)
 
-    def _clone(self) -> None:
-        if self._start.disabled:  # many people click twice
+    def _on_start(self) -> None:
+        opened = self._opened
+        if self._start.disabled or opened is None:  # many people click twice
             return
         self._start.disabled = True
         self._say("the clone starts")
-        cloner, view = self._cloner, self._below()
         try:
-            if cloner is None:
-                raise ConfigError(_GONE)
-            chosen = [(knob, value_in(control, knob)) for knob, control in self._fields]
-            changed = {knob.name: value for knob, value in chosen if value != knob.value}
+            chosen = {knob: value_in(control, knob) for knob, control in self._fields}
+            changed = {knob.name: value for knob, value in chosen.items() if value != knob.value}
             # A knob begins with what the form shows, not with the function's own value; one that
             # has the name of an argument, as in ``knob("lr", lr)``, is changed by that alone.
-            knobs = {knob.name: one for knob, one in chosen if knob.name in self._run.state.knobs}
-            both = knobs.keys() & inspect.signature(cloner.request.function).parameters.keys()
-            name = wording.arguments((), changed) or cloner.request.name
-            again = replace(cloner.request, name=name, knobs=knobs)
-            changes = {name: value for name, value in changed.items() if name not in both}
-            warm = self._warm.value
-            clone = Cloner(again)(self._run, changes, warm=warm, block=False, view=view)
-            self._clones.append(clone)
-            clone.add_done_callback(self._let_go)
-            self._say(f"the clone has begun, below: {clone.name}")
+            made = opened.run.state.knobs
+            said = opened.clone(
+                {name: value for name, value in changed.items() if name not in made},
+                knobs={k.name: checked(k, value) for k, value in chosen.items() if k.name in made},
+                name=wording.arguments((), changed),
+                warm=self._warm.value,
+            )
         except Exception as error:  # nobody else would be told
-            view.give_up()
-            self._say(f"Clone: {error}")
+            said = f"Clone: {error}"
+        self._say(said)
         self._start.disabled = False
-
-    def _let_go(self, _: Run) -> None:
-        """Leave what has ended to the list of runs, which keeps few results."""
-        for clone in [one for one in self._clones if one.state.has_ended]:
-            self._clones.remove(clone)
-            run_list.keep(clone)
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, (bool, int, str))
+    return isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))

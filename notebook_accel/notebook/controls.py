@@ -55,13 +55,9 @@ class Controls:
         self._said = ""
         self._notice = widgets.make(ipywidgets.HTML, classes="na-hidden")
         self.box = widgets.make(ipywidgets.VBox, [self._notice], classes="na-controls")
-        self._save, self._pause = (
-            widgets.button(name, about, act, f"na-small-button {class_}")
-            for name, about, act, class_ in (
-                ("Save now", _SAVE_TOOLTIP, self._on_save, "na-save"),
-                ("Pause", _PAUSE_TOOLTIP, self._on_pause, "na-pause"),
-            )
-        )
+        look = "na-small-button na-{}"
+        self._save = widgets.button("Save now", _SAVE_TOOLTIP, self._on_save, look.format("save"))
+        self._pause = widgets.button("Pause", _PAUSE_TOOLTIP, self._on_pause, look.format("pause"))
         self.buttons = [self._save, self._pause] if call_of(run).can_act else []
 
     def say(self, text: str) -> None:
@@ -95,9 +91,7 @@ class Controls:
     def _draw_knobs(self, state: RunState) -> None:
         new = [name for name in list(state.knobs)[:MAX_KNOBS] if name not in self._knobs]
         for name in new:
-            control = _KnobControl(state.knobs[name], self._widgets, self._set)
-            self._widgets.let_through(control.control)
-            self._knobs[name] = control
+            self._knobs[name] = _KnobControl(state.knobs[name], self._widgets, self._set)
         if new:
             rows = [control.row for control in self._knobs.values()]
             self.box.children = (*rows, self._notice)
@@ -196,28 +190,29 @@ def row_of(knob: KnobMade, *parts: Any, widgets: PanelWidgets) -> Any:
 
 def control_of(knob: KnobMade, widgets: PanelWidgets) -> Any:
     """Make the control that fits the type and the range of a knob."""
-    shared: dict[str, Any] = {"description": knob.name, "value": knob.value, "classes": "na-set"}
-    low, high = knob.low, knob.high
-    if knob.choices:
-        options = [(str(choice), choice) for choice in knob.choices]
-        return widgets.make(ipywidgets.Dropdown, options=options, **shared)
-    if isinstance(knob.value, bool):
-        return widgets.make(ipywidgets.Checkbox, indent=False, **shared)
-    # A slider asks once it is let go: each value is a step that all ranks agree on.
-    shared["continuous_update"] = False
-    if isinstance(knob.value, str):
-        return widgets.make(ipywidgets.Text, **shared)
-    if low is None or high is None or not math.isfinite(low + high) or low == high:
-        kind = ipywidgets.IntText if isinstance(knob.value, int) else ipywidgets.FloatText
-        return widgets.make(kind, **shared)
+    kind, range_ = _kind_of_control(knob)
     # The range stands before the value: within one that is not set yet that would be cut.
-    if isinstance(knob.value, int) and not knob.log:
-        first, last = math.ceil(low), math.floor(high)
-        return widgets.make(ipywidgets.IntSlider, min=first, max=last, **shared)
-    kind = ipywidgets.FloatLogSlider if knob.log else ipywidgets.FloatSlider
+    return widgets.field(kind, knob.name, knob.name, classes="na-set", **range_, value=knob.value)
+
+
+def _kind_of_control(knob: KnobMade) -> tuple[Any, dict[str, Any]]:
+    low, high, is_whole = knob.low, knob.high, isinstance(knob.value, int)
+    if knob.choices:
+        return ipywidgets.Dropdown, {"options": [(str(choice), choice) for choice in knob.choices]}
+    if isinstance(knob.value, bool):
+        return ipywidgets.Checkbox, {"indent": False}
+    # A slider asks once it is let go: each value is a step that all ranks agree on.
+    once = {"continuous_update": False}
+    if isinstance(knob.value, str):
+        return ipywidgets.Text, once
+    if low is None or high is None or not math.isfinite(low + high) or low == high:
+        return ipywidgets.IntText if is_whole else ipywidgets.FloatText, once
+    if is_whole and not knob.log:
+        return ipywidgets.IntSlider, {"min": math.ceil(low), "max": math.floor(high), **once}
     start, end = (math.log10(low), math.log10(high)) if knob.log else (low, high)
-    step = (end - start) / _STEPS_OF_SLIDER
-    return widgets.make(kind, min=start, max=end, step=step, readout_format=".3g", **shared)
+    steps = {"min": start, "max": end, "step": (end - start) / _STEPS_OF_SLIDER}
+    kind = ipywidgets.FloatLogSlider if knob.log else ipywidgets.FloatSlider
+    return kind, {**steps, "readout_format": ".3g", **once}
 
 
 def value_in(control: Any, knob: KnobMade) -> Any:

@@ -6,9 +6,10 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial, wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
@@ -17,7 +18,6 @@ from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.config.checks import as_count, as_flag
 from notebook_accel.errors import ConfigError, WorkerError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launch_request import LaunchRequest
@@ -35,9 +35,9 @@ from notebook_accel.notebook.views import choose_view, dashboard_in
 from notebook_accel.text_values import shown
 
 P = ParamSpec("P")
-# The next run's id, and which trial it is: set in the thread of a sweep, which launches no other.
-trial_to_launch: ContextVar[tuple[str, TrialOf | None]] = ContextVar(
-    "trial_to_launch", default=("", None)
+# Fields of the next request: set in the thread of a sweep, which launches nothing but trials.
+trial_to_launch: ContextVar[Mapping[str, Any]] = ContextVar(
+    "trial_to_launch", default=MappingProxyType({})
 )
 
 # The fields of LaunchConfig; those that are arguments of the launcher too have the same names.
@@ -224,7 +224,6 @@ def notebook_launcher(
             "the function instead"
         )
     steps, lost = read_setup(get_ipython())
-    run_id, trial = trial_to_launch.get()
     with show_in_short():
         request = LaunchRequest(
             function=function,
@@ -241,11 +240,10 @@ def notebook_launcher(
             detach=detach,
             resume=resumed,
             origin=_origin(resume, resumed),
-            run_id=run_id,
-            trial=trial,
             # That of a form has one place.
             new_view=partial(choose_view, view if isinstance(view, str) else "auto"),
         )
+        request = replace(request, **trial_to_launch.get())
         if ranks is not None:
             return ranks.call(request)
         # Where the ranks can wait for a debugger, and somebody for them.

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ipywidgets
@@ -27,7 +28,7 @@ from notebook_accel.launch.control.run_state import Display, RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
-from notebook_accel.notebook.cloning import CloneForm
+from notebook_accel.notebook.cloning import CloneForm, cloneable
 from notebook_accel.notebook.comparison import original_of
 from notebook_accel.notebook.controls import Controls
 from notebook_accel.notebook.display_slot import (
@@ -228,8 +229,11 @@ class LivePanel:
         ]
         self._stop, self._kill = buttons[:2]
         self._controls = Controls(run, widgets)
-        clone = CloneForm(run, widgets, below, self._controls.say)
-        buttons[1:1] = [*self._controls.buttons, *clone.buttons]
+        find = partial(cloneable, run, below)
+        # A trial of a sweep is cloned there, as one more trial.
+        can_clone = run.state.trial is None and find() is not None
+        forms = [CloneForm(widgets, find, self._controls.say)] if can_clone else []
+        buttons[1:1] = [*self._controls.buttons, *(form.button for form in forms)]
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
         self._metrics = MetricsView(widgets, call_of(run).metrics.sample, original_of(run))
@@ -252,7 +256,7 @@ class LivePanel:
             self._warnings,
             self._note,
             self._controls.box,
-            clone.box,
+            *(form.box for form in forms),
             widgets.make(
                 ipywidgets.VBox, [self._metrics.box, self._log.box], classes="na-metrics-and-log"
             ),

@@ -108,12 +108,12 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
             notebook.run("run.set(rate=2)")
         kernel.click("Clone")
         assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
-        kernel.fill("lr", 0.25)  # type: ignore[arg-type]
+        kernel.fill("lr", 0.25)
         kernel.fill("slow", True)
-        kernel.fill("size", 32)  # type: ignore[arg-type]
+        kernel.fill("size", 32)
         kernel.click("Start")
         shown = lambda words: any(words in str(m.get("value")) for m in kernel.models.values())  # noqa: E731
-        begun = "the clone has begun, below: lr=0.25, slow=True"
+        begun = "the clone has begun, below: lr=0.25, slow=True, size=32"
         assert kernel.listen_until(lambda: shown(begun), seconds=60), kernel.widgets
         assert kernel.listen_until(lambda: shown("pale: train (lr=0.5"), seconds=60)
         (tmp_path / first).touch()
@@ -135,5 +135,39 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
         assert any("slow=False: succeeded" in text for text in texts()), kernel.displays
 
 
+def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(tmp_path: Path) -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+        kernel = notebook.kernel
+        notebook.run(CLONED + "from notebook_accel import sweep")
+        how = "metric='loss', concurrent=2, devices='cpu', block=False"
+        notebook.run(
+            f"s = sweep(train, {{'lr': [0.5]}}, kwargs={{'folder': {str(tmp_path)!r}}}, {how})"
+        )
+        kernel.wait_for_panel()
+        assert kernel.listen_until(lambda: offers(kernel, "trial 0"), seconds=60)
+        kernel.fill("Trial", "trial 0")
+        # Its own panel has a control for each knob.
+        assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
+        kernel.click("Clone")
+        assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
+        kernel.fill("lr", 0.25)
+        kernel.fill("size", 32)
+        kernel.click("Start")
+        (tmp_path / "0.5").touch()
+        (tmp_path / "0.25").touch()
+        show = "[run.results for run in s], s.runs[1].state.origin == s.runs[0].id"
+        wait = "while len(s) < 2: time.sleep(0.01)"
+        assert notebook.run(f"{wait}\ns.wait(); print({show})").strip() == (
+            "[[(0.5, 8, False, 1)], [(0.25, 32, False, 1)]] True"
+        )
+        assert notebook.run("print(s.to_pandas()[['lr', 'size']].values.tolist()[1])") == (
+            "[0.25, 32.0]\n"
+        )
+
+
 def named(kernel: Kernel, label: str) -> int:
     return sum(model.get("description") == label for model in kernel.models.values())
+
+
+def offers(kernel: Kernel, option: str) -> bool:
+    return any(option in model.get("_options_labels", ()) for model in kernel.models.values())

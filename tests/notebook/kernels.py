@@ -201,7 +201,7 @@ class Kernel:
         content = {"comm_id": self.buttons[text], "data": data}
         self._send("comm_msg", content, by_subshell=by_subshell)
 
-    def fill(self, label: str, value: str | bool) -> None:
+    def fill(self, label: str, value: str | bool | float) -> None:
         """Fill in the newest field of that label, as a page tells it; of a list, choose."""
         comm_id, model = next(
             (comm_id, model)

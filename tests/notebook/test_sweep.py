@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
 from notebook_accel.launch import run_list
 from notebook_accel.notebook.sweeps import table
+from notebook_accel.notebook.sweeps.folder import TrialChoice
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.markup import message_bytes
 from tests.kernel.notebooks import open_notebook
@@ -334,7 +335,7 @@ def seen(number: int, values: Sequence[float], **arguments: object) -> Seen:
         started=0.0, now=lambda: 90.0, ended=None, has_ended=False, failure=None
     )
     run: Any = SimpleNamespace(state=state, status="running")
-    trial = Seen(number=number, arguments=arguments, run=run, asked=None)
+    trial = Seen(number=number, chosen=TrialChoice(arguments, {}), run=run, asked=None)
     for step, value in enumerate(values):
         trial._add(value, step, "min")
     return trial

@@ -22,19 +22,35 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import detached
 from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs_folder
 from notebook_accel.system.own_files import make_folder, own_file
+from notebook_accel.wire import KnobValue
 
 # The newest stay.
 _KEPT_SWEEPS = 50
 _POLL_SECONDS = 0.05
 
 
+class TrialChoice(NamedTuple):
+    """What a trial is launched with, as the sweep or a person chose it.
+
+    Attributes:
+        arguments: what the sweep chooses.
+        knobs: of a clone, the values with which its knobs begin.
+        origin: the id of the run that it is a clone of; "" for what the sweep asks for itself.
+        resume: the folder of the checkpoint with which it begins.
+    """
+
+    arguments: Mapping[str, Any]
+    knobs: Mapping[str, KnobValue]
+    origin: str = ""
+    resume: str = ""
+
+
 class TrialRecord(NamedTuple):
-    """A trial that begins: its run's id, number in the study, and whether a person added it."""
+    """A trial that begins: its run's id, and its number in the study."""
 
     run: str
-    arguments: dict[str, Any]
+    chosen: TrialChoice
     asked: int | None
-    is_added: bool
 
 
 class SweepFolder:
@@ -93,7 +109,7 @@ class SweepFolder:
 
     def add(self, trial: TrialRecord) -> None:
         with open(self._trials, "ab", opener=own_file) as file:
-            cloudpickle.dump(tuple(trial), file)
+            cloudpickle.dump(trial, file)
 
     def trials(self) -> list[TrialRecord]:
         """Return the trials that began.
@@ -117,4 +133,4 @@ class SweepFolder:
             open(self._trials, "rb", opener=own_file) as file,
         ):
             while True:
-                yield TrialRecord(*pickle.load(file))
+                yield pickle.load(file)

@@ -8,17 +8,16 @@ The sweep's thread draws; clicks, which may come from any thread, leave a note f
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.clicks import clicks_for
+from notebook_accel.notebook.cloning import Cloneable, CloneForm
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import PanelBox
@@ -39,7 +38,7 @@ class SweepPanel:
         kernel: that of the notebook.
         slot: where the panel is shown, and in the end what replaces it.
         stop: ends the sweep.
-        clone: adds a trial like the given one, with changed arguments; ConfigError for bad ones.
+        cloneable: returns a trial as what can be cloned, by one more trial.
     """
 
     def __init__(
@@ -47,14 +46,14 @@ class SweepPanel:
         kernel: Any,
         slot: DisplaySlot,
         stop: Callable[[], None],
-        clone: Callable[[Trial, Mapping[str, Any]], int],
+        cloneable: Callable[[Trial], Cloneable],
     ) -> None:
         self.clicks = clicks_for(kernel)
         self.was_clicked = False
         self._kernel = kernel
         self._below = DisplaySlot()
         self._box = PanelBox(slot)
-        self._clone = clone
+        self._cloneable = cloneable
         self._trials: Sequence[Trial] = ()
         self._opened: tuple[Trial, Dashboard] | None = None
         self._drawn: RunState | None = None
@@ -70,28 +69,14 @@ class SweepPanel:
             options=[("open a trial", _NO_TRIAL)],
             classes="na-filter na-trial-filter",
         )
-        self._changes = widgets.field(
-            ipywidgets.Text,
-            "Changes of the clone",
-            "Arguments of the clone that differ",
-            placeholder="lr=0.01, width=64",
-            continuous_update=False,
-            classes="na-search",
-        )
         about = "Start no further trial, and stop those that run"
         stop_all = widgets.button("Stop", about, stop, "na-stop")
-
-        def button(name: str, about: str, act: Callable[[Trial], object]) -> Any:
-            return widgets.button(name, about, lambda: self._on_trial(act))
-
-        self._stop = button("Stop trial", "Stop this trial at its next batch", Trial.end)
-        self._hasten = button("Next", "Let this trial have the next free devices", Trial.hasten)
-        cloned = button("Clone", "Add a trial with the changes typed before", self._add_clone)
-        close = button(
-            "Close", "Show no trial", lambda _: self._picker.set_trait("value", _NO_TRIAL)
-        )
+        about = "Let this trial have the next free devices"
+        self._hasten = widgets.button("Next", about, self._on_hasten)
+        self._form = CloneForm(widgets, self._to_clone, self._say)
+        close = widgets.button("Close", "Show no trial", self._on_close)
         self._picker.observe(self._on_pick, names="value")
-        parts = [self._about, self._stop, self._hasten, self._changes, cloned, close]
+        parts = [self._about, self._hasten, self._form.button, close]
         self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar na-trial-bar")
         self._parts = (
             widgets.make(ipywidgets.HTML, str(style_element()), classes="na-gone"),
@@ -99,6 +84,7 @@ class SweepPanel:
             self._title,
             self._box.body,
             self._bar,
+            self._form.box,
             self._notice,
         )
 
@@ -131,9 +117,8 @@ class SweepPanel:
         picked = self._picked()
         (self._bar.add_class if picked is None else self._bar.remove_class)("na-hidden")
         if picked is not None:
-            called = f"trial {picked.number}: {wording.arguments((), picked.arguments)}"
+            called = f"trial {picked.number}: {wording.arguments((), picked.settings)}"
             self._about.value = str(element("div", shorten(called, 120), class_="na"))
-            self._stop.disabled = picked.has_ended
             is_paused = picked.run.status == "paused"
             (self._hasten.remove_class if is_paused else self._hasten.add_class)("na-hidden")
         said = element("div", self._said, role="status", class_="na na-muted na-said")
@@ -166,6 +151,7 @@ class SweepPanel:
         if self._opened is not None:
             self._opened[1].give_up()
             self._opened = None
+            self._form.close()
         if picked is not None:
             view = dashboard_in(self._kernel, waits=False, slot=self._below)
             view.open(Run(call_of(picked.run)))
@@ -176,25 +162,16 @@ class SweepPanel:
     def _on_pick(self, _change: Any) -> None:
         self._said, self.was_clicked = "", True
 
-    def _on_trial(self, act: Callable[[Trial], object]) -> None:
+    def _on_hasten(self) -> None:
+        if (trial := self._picked()) is not None:
+            trial.is_next = True
+
+    def _on_close(self) -> None:
+        self._picker.value = _NO_TRIAL
+
+    def _to_clone(self) -> Cloneable | None:
         trial = self._picked()
-        if trial is not None:
-            try:
-                act(trial)
-            except Exception as error:  # of a handler it would go to the cell that ran last
-                self._said = shorten(str(error), 300)
-        self.was_clicked = True
+        return None if trial is None else self._cloneable(trial)
 
-    def _add_clone(self, trial: Trial) -> None:
-        self._said = f"trial {self._clone(trial, _parsed(self._changes.value))} is added"
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Return arguments that a person has typed, such as ``lr=0.01, width=64``."""
-    try:
-        call: Any = ast.parse(f"f({text})", mode="eval").body
-        if call.args:
-            raise ValueError
-        return {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError, AttributeError):
-        raise ConfigError(f"{text}: expected changes such as lr=0.01, width=64") from None
+    def _say(self, text: str) -> None:
+        self._said, self.was_clicked = shorten(text, 300), True

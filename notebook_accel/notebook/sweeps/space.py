@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
-from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
+from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialChoice, TrialRecord
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Arguments:
         self._points: list[dict[str, Any]] | None = None
         self._distributions: dict[str, Any] = {}
         self._num_asked = 0
-        self._added: deque[dict[str, Any]] = deque()
+        self._added: deque[TrialChoice] = deque()
         if isinstance(space, Mapping) and any(map(_is_distribution, space.values())):
             self._distributions = _checked_distributions(space)
             if num_trials is None:
@@ -99,21 +99,21 @@ class Arguments:
         """Whether another trial is to be started."""
         return self._num_asked < self.num_trials
 
-    def add(self, point: dict[str, Any]) -> int:
-        """Add a trial with these arguments, of which the study knows nothing; return its number."""
-        self._added.append(point)
+    def add(self, chosen: TrialChoice) -> int:
+        """Add a trial, of which the study knows nothing; return its number."""
+        self._added.append(chosen)
         self.num_trials += 1
         return self._num_asked + len(self._added) - 1
 
-    def ask(self) -> tuple[dict[str, Any], Any, bool]:
-        """Return the next trial's arguments, Optuna trial (or None), and whether it was added."""
+    def ask(self) -> tuple[TrialChoice, Any]:
+        """Return the next trial as chosen, and its Optuna trial or None."""
         self._num_asked += 1
         if self._added:
-            return self._added.popleft(), None, True
+            return self._added.popleft(), None
         asked: Any = None if self.study is None else self.study.ask(self._distributions)
         if self._points is None:
-            return asked.params, asked, False
-        return next(self._unused), asked, False
+            return TrialChoice(asked.params, {}), asked
+        return TrialChoice(next(self._unused), {}), asked
 
     def ask_again(self, record: TrialRecord) -> tuple[Any, int, bool]:
         """Note a trial that another kernel began.
@@ -123,7 +123,7 @@ class Arguments:
             pruned.
         """
         self._num_asked += 1
-        if record.is_added:
+        if record.chosen.origin:
             self.num_trials += 1
         elif self._points is not None:
             next(self._unused)

@@ -27,17 +27,20 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
 from notebook_accel.launch.control.run_folder import new_run_id
 from notebook_accel.launch.control.run_state import TrialOf
+from notebook_accel.launch.launcher import named_arguments
 from notebook_accel.launch.preflight import check_call
+from notebook_accel.launch.resuming import folder_for_clone
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.notebook import clicks
+from notebook_accel.notebook.cloning import Cloneable
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of, trial_to_launch
 from notebook_accel.notebook.sweeps import table
-from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialRecord
+from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialChoice, TrialRecord
 from notebook_accel.notebook.sweeps.leases import LEASES, Leases
 from notebook_accel.notebook.sweeps.panel import SweepPanel
 from notebook_accel.notebook.sweeps.space import Arguments
@@ -83,16 +86,16 @@ class Sweep:
 
     def __init__(
         self,
+        call: partial[Any],
         asked: Mapping[str, Any],
         folder: SweepFolder,
         arguments: Arguments,
         leases: Leases,
-        launch: Callable[[dict[str, Any], tuple[int, ...]], Run],
-        check: Callable[[Mapping[str, Any]], None],
+        launch: Callable[[TrialChoice, tuple[int, ...]], Run],
     ) -> None:
         self.id, self.study = folder.id, arguments.study
-        self._folder, self._check = folder, check
-        function, view = asked["function"], asked["launch"].get("view", "auto")
+        self._folder, self._call = folder, call
+        function, view = call.func, asked["launch"].get("view", "auto")
         self._name = one_line(str(getattr(function, "__name__", type(function).__name__)), 60)
         self._arguments, self._leases, self._launch = arguments, leases, launch
         self._metric, self._mode, self._rounds = asked["metric"], asked["mode"], asked["rounds"]
@@ -113,7 +116,7 @@ class Sweep:
         self._panel: SweepPanel | None = None
         self._drawn, self._guard = 0.0, GuardedView(View()).guard
         if isinstance(choose_view(view), Dashboard):
-            self._panel = SweepPanel(self._kernel, self._slot, self.stop, self._add_clone)
+            self._panel = SweepPanel(self._kernel, self._slot, self.stop, self._cloneable)
             self._panel.draw(self._title(), [], self._metric, [])
             self._panel.show(f"sweep of {self._title()}")
         elif self._kernel is not None and self._is_shown:
@@ -233,7 +236,7 @@ class Sweep:
             import pandas as pd
         except ImportError:
             raise ImportError("sweep.to_pandas() needs pandas: pip install pandas") from None
-        arguments = {name for trial in self._trials for name in trial.arguments}
+        arguments = {name for trial in self._trials for name in trial.settings}
         own = {"trial": "trial_number", "state": "trial_state", "run": "trial_run"}
         number, state, run = (new if name in arguments else name for name, new in own.items())
         taken = {*arguments, *own}
@@ -243,7 +246,7 @@ class Sweep:
                 {
                     number: trial.number,
                     state: trial.status,
-                    **trial.arguments,
+                    **trial.settings,
                     value: math.nan if trial.newest is None else trial.newest,
                     run: trial.run.id,
                 }
@@ -307,18 +310,19 @@ class Sweep:
         devices = self._leases.take()
         if devices is None:
             return None
-        arguments, asked, is_added = self._arguments.ask()
+        chosen, asked = self._arguments.ask()
         number, run_id = len(self._trials), new_run_id()
         if self._folder.has_call:
             # Before the launch: the kernel may be killed in its midst, and the trial goes on.
             of_study = None if asked is None else asked.number
-            self._folder.add(TrialRecord(run_id, arguments, of_study, is_added))
+            self._folder.add(TrialRecord(run_id, chosen, of_study))
         of_sweep = TrialOf(
             sweep=self.id, name=self._name, number=number, metric=self._metric, mode=self._mode
         )
-        trial_to_launch.set((run_id, of_sweep))
-        run = self._launch(arguments, devices)
-        trial = Trial(number=number, arguments=arguments, run=run, asked=asked, rounds=self._rounds)
+        of_clone = {"knobs": chosen.knobs, "origin": chosen.origin}
+        trial_to_launch.set({"run_id": run_id, "trial": of_sweep, **of_clone})
+        run = self._launch(chosen, devices)
+        trial = Trial(number=number, chosen=chosen, run=run, asked=asked, rounds=self._rounds)
         self._trials.append(trial)
         return trial
 
@@ -331,8 +335,7 @@ class Sweep:
         except NotebookAccelError as error:
             self._said = f"a trial is left out: {one_line(str(error), 200)}"
             return
-        number = len(self._trials)
-        trial = Trial(number=number, arguments=record.arguments, run=run, asked=asked)
+        trial = Trial(number=len(self._trials), chosen=record.chosen, run=run, asked=asked)
         trial.last_step, trial.pruned = step, pruned
         self._trials.append(trial)
         self._running.append(trial)
@@ -408,7 +411,7 @@ class Sweep:
         is_cut = trial.pruned or trial.run.status == "stopped"
         self._arguments.tell(trial.asked, trial.newest, pruned=is_cut, failed=has_failed)
         if self._kernel is None and self._is_shown:
-            named = wording.arguments((), trial.arguments)
+            named = wording.arguments((), trial.settings)
             value = "" if trial.newest is None else f", {self._metric} {trial.newest:g}"
             why = f": {one_line(trial.last_line_of_error(), 200)}" if has_failed else ""
             sys.stdout.write(f"trial {trial.number} ({named}): {trial.status}{value}{why}\n")
@@ -491,10 +494,17 @@ class Sweep:
 
     # ---- clicks on the panel ---------------------------------------------------------------
 
-    def _add_clone(self, trial: Trial, changes: Mapping[str, Any]) -> int:
-        """Add a trial with the arguments of another one, and changes; return its number."""
-        self._check({**trial.arguments, **changes})
-        return self._arguments.add({**trial.arguments, **changes})
+    def _cloneable(self, trial: Trial) -> Cloneable:
+        call = partial(self._call, **trial.chosen.arguments)
+        return Cloneable(trial.run, call, partial(self._add_clone, trial))
+
+    def _add_clone(
+        self, trial: Trial, changes: Mapping[str, Any], *, knobs: Any, name: str, warm: bool
+    ) -> str:
+        resume = folder_for_clone(trial.run) if warm else ""
+        arguments = {**trial.chosen.arguments, **changes}
+        number = self._arguments.add(TrialChoice(arguments, knobs, trial.run.id, resume))
+        return f"trial {number} is added: {name}"
 
     def _end_now(self) -> None:
         """Stop, and wait for the end; a further interrupt kills the trials that still run."""
@@ -600,40 +610,40 @@ def attach_sweep(sweep_id: str, *, view: str) -> Sweep | None:
 
 def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
     """Check the arguments of ``sweep``, and begin, or go on with what the folder has."""
-    function, args, kwargs = asked["function"], asked["args"], asked["kwargs"] or {}
+    function = asked["function"]
+    args, kwargs = named_arguments(function, asked["args"], asked["kwargs"] or {})
     launch = {**asked["launch"], "num_processes": as_count("num_processes", asked["num_processes"])}
     launch["engine"] = asked["engine"]
     _check_asked(asked)
     _check_launch(asked["launch"])
     arguments = Arguments(asked, folder)
 
-    def check(chosen: Mapping[str, Any]) -> None:
-        _check_names(function, chosen)
-        check_call(function, args, {**kwargs, **chosen})
-
     for sample in arguments.samples:
         if twice := [name for name in sample if name in kwargs]:
             raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
-        check(sample)
+        _check_names(function, sample)
+        check_call(function, args, {**kwargs, **sample})
     choose_view(launch.get("view", "auto"))  # for its check alone
     config, _ = resolve(settings_of(launch), launch.get("config"))
     leases = LEASES[config.engine](config, asked["concurrent"])
-    of_call = {name: launch[name] for name in ("timeout",) if name in launch}
     env = dict(config.env or {})
     if leases.at_a_time > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
         env["OMP_NUM_THREADS"] = str(leases.num_threads)
 
-    def start(chosen: dict[str, Any], devices: tuple[int, ...]) -> Run:
+    call = partial(function, *args, **kwargs)
+
+    def start(chosen: TrialChoice, devices: tuple[int, ...]) -> Run:
         return notebook_launcher(
             function,
             args,
-            kwargs={**kwargs, **chosen},
+            kwargs={**kwargs, **chosen.arguments},
             config=replace(config, env=env, devices=devices or config.devices),
             block=False,
             detach=asked["detach"],
             view="none",
-            name=wording.arguments((), chosen) or None,
-            **of_call,
+            name=wording.arguments((), {**chosen.arguments, **chosen.knobs}) or None,
+            resume=chosen.resume or None,
+            timeout=launch.get("timeout"),
         )
 
     if asked["detach"]:
@@ -641,7 +651,7 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
     found: Sweep | None = None
     try:
         with held():
-            found = Sweep(asked, folder, arguments, leases, start, check)
+            found = Sweep(call, asked, folder, arguments, leases, start)
         return found.wait() if asked["block"] else found
     except KeyboardInterrupt as error:
         if found is not None:

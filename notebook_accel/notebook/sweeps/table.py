@@ -40,7 +40,7 @@ def rows(trials: Sequence[Trial], metric: str | None) -> list[list[str]]:
 
     Columns that are empty for all are left out.
     """
-    names = list(dict.fromkeys(name for trial in trials for name in trial.arguments))[:_MAX_NAMES]
+    names = list(dict.fromkeys(name for trial in trials for name in trial.settings))[:_MAX_NAMES]
     head = ["trial", "state", *(one_line(name, _MAX_CELL) for name in names)]
     head += [one_line(metric or "", _MAX_CELL), "best", "curve", "took", "error"]
     found = [_row(trial, names) for trial in trials[:_MAX_ROWS]]
@@ -50,22 +50,20 @@ def rows(trials: Sequence[Trial], metric: str | None) -> list[list[str]]:
 
 def _row(trial: Trial, names: Sequence[str]) -> list[str]:
     state = trial.run.state
+    chosen = {
+        name: one_line(wording.arguments([value], {}), _MAX_CELL)
+        for name, value in trial.settings.items()
+    }
     return [
         str(trial.number),
         f"{SIGNS.get(trial.status, '■' if trial.status == 'pruned' else '●')} {trial.status}",
-        *(_cell(trial.arguments, name) for name in names),
+        *(chosen.get(name, "") for name in names),
         "" if trial.newest is None else wording.number(trial.newest),
         "" if trial.best is None else wording.number(trial.best),
         sparkline(trial.curve.points()),
         wording.span(elapsed(state, state.now())),
         one_line(trial.last_line_of_error(), _MAX_ERROR),
     ]
-
-
-def _cell(arguments: dict[str, Any], name: str) -> str:
-    if name not in arguments:
-        return ""
-    return one_line(wording.arguments([arguments[name]], {}), _MAX_CELL)
 
 
 def _head(cells: Sequence[str], style: str | None = None) -> Markup:
@@ -110,7 +108,7 @@ def _curves(trials: Sequence[Trial]) -> dict[str, Sequence[Point]]:
 
 
 def _called(trial: Trial) -> str:
-    return shorten(f"trial {trial.number} ({wording.arguments((), trial.arguments)})", 60)
+    return shorten(f"trial {trial.number} ({wording.arguments((), trial.settings)})", 60)
 
 
 def _chart(curves: dict[str, Any], metric: str | None, *, is_live: bool = False) -> Markup:

@@ -15,6 +15,7 @@ from notebook_accel.errors import WorkerError
 from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.metrics_file import MetricTail
 from notebook_accel.launch.run import Run, call_of, raise_error
+from notebook_accel.notebook.sweeps.folder import TrialChoice
 
 # Optuna copies all earlier ones at each, in memory.
 _MAX_REPORTS = 10_000
@@ -29,7 +30,7 @@ class Trial:
     """One trial of a sweep.
 
     Attributes:
-        arguments: what the sweep chose for it.
+        chosen: what the sweep, or a person, chose for it.
         run: its run.
         asked: Optuna's trial; None without a study.
         newest, best: the last and the best value that it logged; None before the first.
@@ -44,7 +45,7 @@ class Trial:
     """
 
     number: int
-    arguments: dict[str, Any]
+    chosen: TrialChoice
     run: Run
     asked: Any
     newest: float | None = None
@@ -65,6 +66,11 @@ class Trial:
 
     def __post_init__(self) -> None:
         self._tail = MetricTail(call_of(self.run).folder.path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments and knobs by name, as they are shown."""
+        return {**self.chosen.arguments, **self.chosen.knobs}
 
     @property
     def status(self) -> str:
@@ -147,9 +153,6 @@ class Trial:
         """Return what the failure was, for the table; "" if there is none."""
         failure = self.run.state.failure
         return "" if failure is None else in_a_line(failure.traceback, failure.message)
-
-    def hasten(self) -> None:
-        self.is_next = True
 
     def end(self, *, at_once: bool = False) -> None:
         """Ask the run to stop, or kill it, unless it has ended."""
