@@ -19,7 +19,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage docs test-accelerator test-binder test-chaos test-datasets test-deepspeed test-eight \
-  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-libraries test-long test-pythons test-ray \
+  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-libraries test-long test-newest test-pythons test-ray \
   test-soak test-torch test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
   clean size
 
@@ -44,6 +44,7 @@ help:
 	@echo 'make test-libraries  first cells of notebooks, with datasets, timm, fastai and others'
 	@echo 'make test-kernels    blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
+	@echo 'make test-newest     the tests, browsers aside, with the newest release of all that it installs'
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
 	@echo 'make test-ray        trains on a cluster of Ray of two nodes, which it gets'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
@@ -221,6 +222,15 @@ test-torch:
 	PIP_CONSTRAINT="$$PWD/$$made.txt" $(MAKE) --no-print-directory env VENV=$$made CONSTRAINTS=$$made.txt && \
 	echo "== torch $$torch" && \
 	$$made/bin/python -m pytest \
+	  $(or $(ARGS),--numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial and not long')
+
+# What a person gets who installs today: no version is pinned, and what was here before is brought up to
+# date. A constraint of the person's pip, which may cap torch, gives way to an empty one.
+test-newest:
+	@mkdir -p build && : >build/newest.txt
+	PIP_CONSTRAINT="$$PWD/build/newest.txt" PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager \
+	  $(MAKE) --no-print-directory --what-if=pyproject.toml env VENV=build/newest CONSTRAINTS=build/newest.txt
+	build/newest/bin/python -m pytest \
 	  $(or $(ARGS),--numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial and not long')
 
 test-torch-tpu: $(READY)
