@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,19 @@ from torch.optim import Optimizer
 
 from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import gather_object
+from notebook_accel.training.files.formats import Format, names_of
 from notebook_accel.training.files.pieces import Piece, complete, state_file, write_one_by_one
 from notebook_accel.training.files.state_files import read_state
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
     OPTIMIZER_NAME,
-    load_weights,
     numbered,
     with_ties,
 )
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.stepping.optimizer import inner_optimizer
+from notebook_accel.training.strategies.for_checkpoints import sharded
 
 __all__ = [
     "load_fsdp_model",
@@ -73,13 +76,8 @@ def save_fsdp_model(
     if adapter_only and _is_of_peft(own):
         trained = {name for name, weight in own.named_parameters() if weight.requires_grad}
         state = {name: value for name, value in state.items() if name in trained}
-    if fsdp_plugin.saves_shards:
-        from notebook_accel.training.files import sharded
-
-        piece = sharded.model_piece(state, model_index)
-    else:
-        piece = state_file(state, numbered(FSDP_MODEL_NAME, model_index, ".bin"), "the model")
-    _write(fsdp_plugin, accelerator, piece, Path(output_dir), f"{FSDP_MODEL_NAME}_{model_index}")
+    pieces = _format(fsdp_plugin, accelerator).model_pieces(state, model_index)
+    _write(fsdp_plugin, accelerator, pieces, Path(output_dir), f"{FSDP_MODEL_NAME}_{model_index}")
 
 
 def load_fsdp_model(
@@ -108,22 +106,11 @@ def load_fsdp_model(
         FileNotFoundError: the folder has no saved weights of this number and type.
         RuntimeError: the saved weights lack some of the model's weights.
     """
-    own, folder = _inner(model), Path(input_dir)
+    own, folder = _inner(model), _folder_of(input_dir, f"{FSDP_MODEL_NAME}_{model_index}")
     strict = not (adapter_only and _is_of_peft(own))
     accelerator.wait_for_everyone()
-    if fsdp_plugin.saves_shards:
-        from notebook_accel.training.files import sharded
-
-        parts = f"{FSDP_MODEL_NAME}_{model_index}"
-        sharded.read_model(own, _folder_of(folder, parts), model_index, {}, strict=strict)
-    else:
-        path = folder / numbered(FSDP_MODEL_NAME, model_index, ".bin")
-        state = read_state(path) if path.exists() else load_weights(folder, model_index)
-        if state is None:
-            raise FileNotFoundError(
-                f"{path} is not there: save_fsdp_model() writes it with "
-                'state_dict_type="FULL_STATE_DICT"'
-            )
+    state = _format(fsdp_plugin, accelerator, strict=strict).read_model(own, folder, model_index)
+    if state is not None:
         accelerator._strategy.load_state_dict(own, with_ties(state, own), strict=strict)
     accelerator.wait_for_everyone()
 
@@ -149,16 +136,11 @@ def save_fsdp_optimizer(
         optimizer_index: the optimizer's number in the names of files.
         use_dcp: accepted for Accelerate's signature, without effect.
     """
-    own = inner_optimizer(optimizer)
-    if fsdp_plugin.saves_shards:
-        from notebook_accel.training.files import sharded
-
-        piece = sharded.optimizer_piece(own, sharded.names_of([_inner(model)]), optimizer_index)
-    else:
-        state = accelerator._strategy.optimizer_state(own, keeps=accelerator.is_main_process)
-        name = numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
-        piece = state_file(state, name, type(own).__name__)
-    _write(fsdp_plugin, accelerator, piece, Path(output_dir), f"{OPTIMIZER_NAME}_{optimizer_index}")
+    layout = _format(fsdp_plugin, accelerator, model)
+    pieces = layout.optimizer_pieces(inner_optimizer(optimizer), optimizer_index)
+    _write(
+        fsdp_plugin, accelerator, pieces, Path(output_dir), f"{OPTIMIZER_NAME}_{optimizer_index}"
+    )
 
 
 def load_fsdp_optimizer(
@@ -190,18 +172,49 @@ def load_fsdp_optimizer(
     Raises:
         FileNotFoundError: the folder has no saved state of this number and type.
     """
-    own, folder = inner_optimizer(optimizer), Path(input_dir)
+    own = inner_optimizer(optimizer)
+    folder = _folder_of(input_dir, f"{OPTIMIZER_NAME}_{optimizer_index}")
     accelerator.wait_for_everyone()
-    if fsdp_plugin.saves_shards:
-        from notebook_accel.training.files import sharded
-
-        names = sharded.names_of([_inner(model)])
-        parts = f"{OPTIMIZER_NAME}_{optimizer_index}"
-        sharded.read_optimizer(own, names, _folder_of(folder, parts), optimizer_index, {})
-    else:
-        state = read_state(folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
+    layout = _format(fsdp_plugin, accelerator, model)
+    state = layout.read_optimizer(own, folder, optimizer_index)
+    if state is not None:
         accelerator._strategy.load_optimizer_state(own, state)
     accelerator.wait_for_everyone()
+
+
+class _WholeOfFsdp(Format):
+    """Whole weights under the name that Accelerate gives those of FSDP."""
+
+    def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[Piece]:
+        if self.writes:
+            yield state_file(state, numbered(FSDP_MODEL_NAME, index, ".bin"), "the model")
+
+    def read_model(self, model: Module, folder: Path, index: int) -> Any:
+        path = folder / numbered(FSDP_MODEL_NAME, index, ".bin")
+        if path.exists():
+            return read_state(path)
+        try:
+            return super().read_model(model, folder, index)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{path} is not there: save_fsdp_model() writes it with "
+                'state_dict_type="FULL_STATE_DICT"'
+            ) from None
+
+
+def _format(
+    plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    *models: Module,
+    strict: bool = True,
+) -> Format:
+    writes = accelerator.is_main_process
+    return (sharded if plugin.saves_shards else _WholeOfFsdp)(
+        names=names_of([*map(_inner, models)]),
+        strict=strict,
+        writes=writes,
+        whole_state=partial(accelerator._strategy.optimizer_state, keeps=writes),
+    )
 
 
 def _inner(model: Module) -> Module:
@@ -214,24 +227,24 @@ def _is_of_peft(model: Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def _folder_of(folder: Path, parts: str) -> Path:
+def _folder_of(folder: Path_, parts: str) -> Path:
     """Return the folder in which the folder named ``parts`` lies.
 
-    ``folder`` is either the outer folder or, if its name is ``parts``, the inner one.
+    ``folder`` is either of the two: Accelerate takes both.
     """
-    return folder.parent if folder.name == parts else folder
+    path = Path(folder)
+    return path.parent if path.name == parts else path
 
 
 def _write(
     plugin: FullyShardedDataParallelPlugin,
     accelerator: Accelerator,
-    piece: Piece,
+    pieces: Iterable[Piece],
     folder: Path,
     parts: str,
 ) -> None:
-    """Write a piece into a folder: on all ranks if it is in parts, else on rank 0 alone."""
+    """Write the pieces of this rank into a folder; all ranks call it."""
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = [piece] if plugin.saves_shards or accelerator.is_main_process else []
     if plugin.saves_shards:  # no file of an earlier save may mix with the new ones
         if accelerator.is_main_process:
             shutil.rmtree(folder / parts, ignore_errors=True)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
@@ -28,8 +27,7 @@ from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
     NUMBERED,
     Numbering,
-    describe_folder,
-    entries,
+    format_in,
     is_ours,
     resolved,
 )
@@ -40,6 +38,12 @@ from notebook_accel.training.checkpoint.start import Start, candidates, find_dam
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files.atomic import complete_version
+from notebook_accel.training.files.formats import (
+    describe_folder,
+    entries,
+    names_of,
+    required,
+)
 from notebook_accel.training.files.pieces import (
     Piece,
     complete,
@@ -50,16 +54,13 @@ from notebook_accel.training.files.pieces import (
 from notebook_accel.training.files.state_files import on_host, read_state
 from notebook_accel.training.files.weights import (
     SCALER_NAME,
-    load_weights,
     numbered,
-    save_weights,
     with_ties,
 )
 from notebook_accel.training.preparing.prepare import Preparation
 from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
-from notebook_accel.training.strategies.deepspeed import deepspeed_files
 from notebook_accel.wire import Saved
 
 
@@ -255,17 +256,28 @@ class Checkpoints:
             hook(models, str(folder))
         options = load_kwargs or {}
         if not self._plan.strategy.read_own(folder, own_options or {}, strict=strict):
-            # Hooks take out of the list what they have read themselves.
-            for index, model in enumerate(map(of_torch.original_module, models)):
-                self._read_model(model, folder, index, on_host(options), strict=strict)
-            for index, known in enumerate(self._prepared.optimizers):
-                self._read_optimizer(known.optimizer, folder, index, options)
+            self._read_trained(models, folder, options, strict=strict)
         self._load_stateful(folder, options)
         self._progress.load(folder, on_host(options))
         for known in self._prepared.optimizers:
             known.drop_gradients()  # from before the load
         if input_dir is None:
             self.numbering.follow(asked)
+
+    def _read_trained(
+        self, models: Sequence[Module], folder: Path, options: dict[str, Any], *, strict: bool
+    ) -> None:
+        """Read the optimizers, and those models that no hook has taken out of the list."""
+        strategy = self._plan.strategy
+        layout = format_in(folder)(names=self._names, options=options, strict=strict)
+        for index, model in enumerate(map(of_torch.original_module, models)):
+            weights = layout.read_model(model, folder, index)
+            if weights is not None:
+                strategy.load_state_dict(model, with_ties(weights, model), strict=strict)
+        for index, known in enumerate(self._prepared.optimizers):
+            state = layout.read_optimizer(known.optimizer, folder, index)
+            if state is not None:
+                strategy.load_optimizer_state(known.optimizer, state)
 
     def _refuse_unregistered(self, folder: Path) -> None:
         saved = sorted(name for name in entries(folder) if CUSTOM.fullmatch(name))
@@ -406,52 +418,23 @@ class Checkpoints:
         ]
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(save.staged))
-        own = strategy.own_piece(own_options)
-        if own is not None:
-            yield own
-        else:
-            yield from self._trained_pieces(weights, safe=safe, writes=writes)
+        layout = strategy.format(
+            names=self._names,
+            options=own_options,
+            writes=writes,
+            safe=safe,
+            whole_state=partial(strategy.optimizer_state, keeps=writes),
+        )
+        yield from layout.pieces(weights, [known.optimizer for known in self._prepared.optimizers])
         if writes:
             for name, item in self._stateful():
                 yield state_file(item.state_dict(), name, type(item).__name__)
             yield from self._progress.pieces_of_all()
         yield self._progress.own_piece(save.id)
 
-    def _trained_pieces(
-        self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool
-    ) -> Iterator[Piece]:
-        """Yield the pieces with the states of models and optimizers; all ranks iterate together.
-
-        If the strategy saves shards, each rank yields its own. If it saves whole states, only ranks
-        that write (``writes``) yield pieces; the others help to join the states.
-        """
-        strategy = self._plan.strategy
-        optimizers = [known.optimizer for known in self._prepared.optimizers]
-        if strategy.saves_shards:
-            # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
-            from notebook_accel.training.files import sharded
-
-            for index, state in enumerate(weights):
-                yield sharded.model_piece(state, index)
-            names = self._names_of_weights()
-            for index, optimizer in enumerate(optimizers):
-                yield sharded.optimizer_piece(optimizer, names, index)
-            return
-        if writes:
-            for index, state in enumerate(weights):
-                yield Piece(state, partial(save_weights, index=index, safe=safe))
-        for index, optimizer in enumerate(optimizers):
-            # Every rank takes part in joining what is in parts; one at a time for the memory.
-            state = strategy.optimizer_state(optimizer, keeps=writes)
-            if writes:
-                name = numbered("optimizer", index, ".bin")
-                yield state_file(state, name, type(optimizer).__name__)
-            del state
-
-    def _names_of_weights(self) -> dict[torch.Tensor, str]:
-        from notebook_accel.training.files import sharded
-
-        return sharded.names_of([known.plain for known in self._prepared.models])
+    @property
+    def _names(self) -> dict[torch.Tensor, str]:
+        return names_of([known.plain for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Yield (file name, object): schedulers, registered objects and the loss scaler."""
@@ -467,7 +450,7 @@ class Checkpoints:
             if name == SCALER_NAME and not (folder / name).exists():
                 notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
             else:
-                item.load_state_dict(_read(folder / name, options))
+                item.load_state_dict(read_state(required(folder / name), options))
 
     def states_at_stop(self) -> dict[str, Any]:
         """Return, by their names, this rank's files of a checkpoint but for models and optimizers.
@@ -476,49 +459,3 @@ class Checkpoints:
         """
         states: dict[str, Any] = {name: item.state_dict() for name, item in self._stateful()}
         return {**states, **self._progress.states()}
-
-    def _read_model(
-        self, model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
-    ) -> None:
-        if (folder / f"pytorch_model_fsdp_{index}").is_dir():
-            from notebook_accel.training.files import sharded
-
-            sharded.read_model(model, folder, index, options, strict=strict)
-            return
-        state = load_weights(folder, index, options)
-        if state is None and deepspeed_files.is_in(folder):
-            state = deepspeed_files.read_weights(folder)
-        if state is None:
-            raise _is_missing(numbered("model", index, ".safetensors"), folder)
-        self._plan.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
-
-    def _read_optimizer(
-        self, optimizer: Optimizer, folder: Path, index: int, options: dict[str, Any]
-    ) -> None:
-        path = folder / numbered("optimizer", index, ".bin")
-        if (folder / f"optimizer_{index}").is_dir():
-            from notebook_accel.training.files import sharded
-
-            names = self._names_of_weights()
-            sharded.read_optimizer(optimizer, names, folder, index, on_host(options))
-        elif not path.exists() and deepspeed_files.is_in(folder):
-            notice_once(
-                "deepspeed optimizer",
-                f"{folder} was written under DeepSpeed: its weights were read, and optimizers "
-                "begin anew",
-            )
-        else:
-            self._plan.strategy.load_optimizer_state(optimizer, _read(path, options))
-
-
-def _read(path: Path, options: dict[str, Any]) -> Any:
-    if not path.exists():
-        raise _is_missing(path.name, path.parent)
-    return read_state(path, options)
-
-
-def _is_missing(name: str, folder: Path) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"{name} is not in {describe_folder(folder)}. Give prepare() the objects that it was given "
-        "when the checkpoint was saved"
-    )

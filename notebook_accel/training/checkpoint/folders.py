@@ -11,23 +11,31 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.files.atomic import StagedFolder
+from notebook_accel.training.files.formats import Format, entries
 from notebook_accel.training.settings.handlers import ProjectConfiguration
+from notebook_accel.training.strategies.deepspeed.deepspeed_files import DeepSpeedFiles
+from notebook_accel.training.strategies.for_checkpoints import sharded
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")
 # The states of objects that the user registered.
 CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
-# The entries of a checkpoint. It has one weights file a model; the several files and the index that
-# save_model writes are the user's export, and stay. "latest" stays too: the next DeepSpeed
+
+# The formats of models and optimizers, by the entries that a checkpoint has of each: the first that
+# it has any of is how it is read. It has one weights file a model; the several files and the index
+# that save_model writes are the user's export, and stay. "latest" stays too: the next DeepSpeed
 # checkpoint replaces it, and users have links of that name.
-_OURS = re.compile(
-    r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
-    r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
-    r"|pytorch_model|zero_to_(fp32|torch)\.py"
+FORMATS: dict[re.Pattern[str], Callable[..., Format]] = {
+    re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+"): sharded,
+    re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)"): Format,
+    re.compile(r"pytorch_model|zero_to_(fp32|torch)\.py"): DeepSpeedFiles,
+}
+_ENTRIES = re.compile(
+    r"(scheduler|loader)(_\d+)?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
 )
 # What save_model writes, too.
 _WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
@@ -38,24 +46,19 @@ def is_ours(name: str) -> bool:
 
     Other entries are the user's: a new checkpoint at the same path does not remove them.
     """
-    return _OURS.fullmatch(name) is not None
+    return any(pattern.fullmatch(name) for pattern in (*FORMATS, _ENTRIES))
+
+
+def format_in(folder: Path) -> Callable[..., Format]:
+    """Return the class of the format of a checkpoint's models and optimizers."""
+    names = entries(folder)
+    found = (kind for pattern, kind in FORMATS.items() if any(map(pattern.fullmatch, names)))
+    return next(found, Format)
 
 
 def holds_state(names: Iterable[str]) -> bool:
     """Return whether a folder with these entries is a checkpoint, not just exported weights."""
     return any(is_ours(name) and not _WEIGHTS.fullmatch(name) for name in names)
-
-
-def entries(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; an empty list if there is no such folder."""
-    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-
-
-def describe_folder(folder: Path) -> str:
-    """Return a text that names a folder and its entries, for error messages."""
-    if not folder.is_dir():
-        return f"{folder}, which is {'a file' if folder.exists() else 'not there'}"
-    return f"{folder}; it holds: {', '.join(entries(folder)) or 'nothing'}"
 
 
 def resolved(folder: str | os.PathLike[str]) -> Path:

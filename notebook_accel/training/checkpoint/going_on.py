@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler
 
-from notebook_accel.training.files.weights import numbered
+from notebook_accel.training.checkpoint.folders import format_in
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 
@@ -21,9 +19,9 @@ _MAX_NAMED = 3
 
 def check_shapes(models: Sequence[Module], folder: Path) -> None:
     """Raise RuntimeError if a weight has another shape in a checkpoint; only headers are read."""
-    wrong = []
+    wrong, kind = [], format_in(folder)()
     for index, model in enumerate(models):
-        saved = _shapes_in(folder, index)
+        saved = kind.shapes(folder, index)
         for name, value in model.state_dict(keep_vars=True).items():
             # One that is made by the first forward has no shape yet, and ZeRO's have none here.
             if not torch.is_tensor(value) or torch.nn.parameter.is_lazy(value) or not value.dim():
@@ -37,19 +35,6 @@ def check_shapes(models: Sequence[Module], folder: Path) -> None:
             f"{folder} does not fit the model, and nothing was loaded. "
             f"{'; '.join(wrong[:_MAX_NAMED])}{more}"
         )
-
-
-def _shapes_in(folder: Path, index: int) -> dict[str, tuple[int, ...]]:
-    path = folder / numbered("model", index, ".safetensors")
-    if path.exists():
-        with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # read later
-            return {name: tuple(file.get_slice(name).get_shape()) for name in [*file.keys()]}
-    path = folder / f"pytorch_model_fsdp_{index}"
-    if path.is_dir():
-        from notebook_accel.training.files import sharded
-
-        return {name: tuple(one.size) for name, one in sharded.tensors_in(path).items()}
-    return {}
 
 
 def _schedulers_within(scheduler: LRScheduler) -> Iterator[LRScheduler]:

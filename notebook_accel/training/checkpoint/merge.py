@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from notebook_accel.training.checkpoint.folders import describe_folder, resolved
+from notebook_accel.training.checkpoint.folders import resolved
 from notebook_accel.training.files.atomic import complete_version
+from notebook_accel.training.files.formats import describe_folder
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
     SAFE_WEIGHTS_NAME,

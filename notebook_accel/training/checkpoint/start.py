@@ -18,8 +18,9 @@ from typing import Any
 from safetensors import safe_open
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.checkpoint.folders import NUMBERED, entries, holds_state, is_ours
+from notebook_accel.training.checkpoint.folders import NUMBERED, format_in, holds_state, is_ours
 from notebook_accel.training.files.atomic import complete_version
+from notebook_accel.training.files.formats import entries
 from notebook_accel.training.files.state_files import explain, read_state
 
 # In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
@@ -144,11 +145,7 @@ def find_damage(folder: Path) -> str | None:
         for path in sorted(whole.rglob("*")):
             if not path.is_dir() and is_ours(path.relative_to(whole).parts[0]):
                 _look_at(path)
-        for path in sorted(whole.glob("*/.metadata")):
-            # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
-            from notebook_accel.training.files import sharded
-
-            sharded.read_index(path.parent)
+        format_in(whole)().check(whole)
     except (PermissionError, MemoryError):
         raise  # that says nothing of the files
     except NotebookAccelError as error:  # which names its file

@@ -41,8 +41,9 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import has_process_group
 from notebook_accel.training.collectives import gather_object, this_rank
+from notebook_accel.training.files.formats import Format
 from notebook_accel.training.files.pieces import Piece, state_file
-from notebook_accel.training.files.state_files import explain, read_pickle, read_state
+from notebook_accel.training.files.state_files import explain, on_host, read_pickle, read_state
 
 _EXTRA_FILE = "extra.bin"
 _EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave
@@ -84,150 +85,138 @@ class ShardedPiece(Piece):
         if self._beside is not None:
             self._beside.write(self._path)
         written = self._writer.write_data(self._plan, self._planner).wait()
-        return [_as_plain(one) for one in written]
+        # As plain values: they go to rank 0 by a store that other users can write to.
+        return [(vars(one.index), one.size_in_bytes, vars(one.storage_data)) for one in written]
 
     def complete(self, results: Sequence[Any]) -> None:
-        self._writer.finish(self._metadata, [[*map(_from_plain, parts)] for parts in results])
+        found = [
+            [
+                WriteResult(MetadataIndex(**index), size, of_torch.part_of_file(stored))
+                for index, size, stored in of_rank
+            ]
+            for of_rank in results
+        ]
+        self._writer.finish(self._metadata, found)
 
 
-def _as_plain(written: WriteResult) -> dict[str, Any]:
-    """Return where a part was written, as plain values.
+class Sharded(Format):
+    """A folder for each model and optimizer, in which every rank has its parts."""
 
-    Ranks send it to rank 0 by a store that other users can write to, so it must not be a pickle.
-    """
-    index, stored = written.index, vars(written.storage_data)
-    return {**vars(index), "size": written.size_in_bytes, "stored": stored}
+    def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[Piece]:
+        tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+        others = {
+            name: copy.deepcopy(value) for name, value in state.items() if name not in tensors
+        }
+        # A stage of a pipeline has other modules than the next; of what several ranks have, the
+        # lowest rank's counts.
+        everywhere: dict[str, Any] = {}
+        for of_rank in reversed(gather_object([others])):
+            everywhere |= of_rank
+        has_beside = everywhere and this_rank() == 0
+        beside = state_file(everywhere, _EXTRA_FILE, "the model") if has_beside else None
+        yield ShardedPiece(tensors, f"pytorch_model_fsdp_{index}", beside)
 
+    def optimizer_pieces(self, optimizer: Optimizer, index: int) -> Iterator[Piece]:
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, Any] = {}
+        for weight, name in _named(optimizer, self.names):
+            for entry, value in optimizer.state.get(weight, {}).items():
+                kept: dict[str, Any] = tensors if torch.is_tensor(value) else plain
+                kept[f"state.{name}.{entry}"] = value
+        # A stage of a pipeline has other weights than the next.
+        everywhere = dict(item for each in gather_object([plain]) for item in each.items())
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.state_dict()["param_groups"]
+        ]
+        of_all = {"groups": copy.deepcopy(settings), "plain": everywhere}
+        beside = state_file(of_all, "groups.bin", "the optimizer")
+        yield ShardedPiece(tensors, f"optimizer_{index}", beside if this_rank() == 0 else None)
 
-def _from_plain(written: Mapping[str, Any]) -> WriteResult:
-    index = MetadataIndex(written["fqn"], written.get("offset"), written["index"])
-    return WriteResult(index, written["size"], of_torch.part_of_file(written["stored"]))
+    def read_model(self, model: Module, folder: Path, index: int) -> None:
+        """Read a model's weights from a sharded checkpoint, in place; all ranks call it.
 
+        Each rank reads only the parts of the weights that it has.
 
-def model_piece(state: Mapping[str, Any], index: int) -> Piece:
-    """Return the piece with this rank's parts of a model's weights; all ranks call it."""
-    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
-    others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
-    # A stage of a pipeline has other modules than the next; of what several ranks have, the lowest
-    # rank's counts.
-    everywhere = {
-        name: value for each in reversed(gather_object([others])) for name, value in each.items()
-    }
-    beside = state_file(everywhere, _EXTRA_FILE, "the model") if everywhere else None
-    return ShardedPiece(
-        tensors, f"pytorch_model_fsdp_{index}", beside if this_rank() == 0 else None
-    )
+        Raises:
+            RuntimeError: ``strict`` is set, and the checkpoint lacks a weight of the model.
+        """
+        path = folder / f"pytorch_model_fsdp_{index}"
+        known = tensors_in(path)
+        state = {
+            name: value for name, value in model.state_dict().items() if torch.is_tensor(value)
+        }
+        # Accelerate writes each name below "model".
+        prefix = "" if state.keys() & known.keys() else "model."
+        missing = sorted(name for name in state if prefix + name not in known)
+        if self.strict and missing:
+            raise RuntimeError(
+                f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}. Load it "
+                "into the model that it was saved from, or with load_state(strict=False), which "
+                "leaves these as they are"
+            )
+        # The tensors of a state dict are the model's own: DCP fills them where they are.
+        found = {name: value for name, value in state.items() if prefix + name in known}
+        read_parts({prefix + name: value for name, value in found.items()}, path)
+        extra = {name: value for name, value in found.items() if name.endswith(_EXTRA_STATE)}
+        if (path / _EXTRA_FILE).exists():
+            extra |= read_state(path / _EXTRA_FILE, on_host(self.options))
+        own = [name for name in model.state_dict() if name in extra]
+        if own:
+            model.load_state_dict({name: extra[name] for name in own}, strict=False)
 
+    def read_optimizer(self, optimizer: Optimizer, folder: Path, index: int) -> None:
+        """Read an optimizer's state from a sharded checkpoint; all ranks call it.
 
-def read_model(
-    model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
-) -> None:
-    """Read a model's weights from a sharded checkpoint, in place; all ranks call it.
+        Each rank reads only the entries of the weights, or parts of weights, that it has.
+        """
+        path = folder / f"optimizer_{index}"
+        beside = read_state(path / "groups.bin", on_host(self.options))
+        stored, own_groups = len(beside["groups"]), len(optimizer.param_groups)
+        if stored != own_groups:
+            raise ValueError(
+                f"{path} holds an optimizer of {stored} groups of weights, and the "
+                f"{type(optimizer).__name__} here has {own_groups}: load it into one made alike"
+            )
+        known = tensors_in(path)
+        entries: dict[str, list[str]] = {}
+        for key in (*known, *beside["plain"]):
+            name, _, entry = key.removeprefix("state.").rpartition(".")
+            entries.setdefault(name, []).append(entry)
+        tensors: dict[str, torch.Tensor] = {}
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        counted_on_device = {
+            weight
+            for group in optimizer.param_groups
+            if group.get("fused") or group.get("capturable")
+            for weight in group["params"]
+        }
+        for weight, name in _named(optimizer, self.names):
+            own = state[weight] = {}
+            for entry in entries.get(name, []):
+                key = f"state.{name}.{entry}"
+                if key in known:
+                    tensors[key] = own[entry] = _room_for(
+                        known[key], weight, on_device=weight in counted_on_device
+                    )
+                else:
+                    own[entry] = beside["plain"][key]
+        read_parts(tensors, path)
+        optimizer.state.clear()
+        optimizer.state.update({weight: own for weight, own in state.items() if own})
+        for group, settings in zip(optimizer.param_groups, beside["groups"], strict=True):
+            # How steps are computed here depends on this mesh, not on that of the checkpoint.
+            group.update(
+                {key: value for key, value in settings.items() if key not in _STEP_SETTINGS}
+            )
 
-    Each rank reads only the parts of the weights that it has.
+    def shapes(self, folder: Path, index: int) -> dict[str, tuple[int, ...]]:
+        known = tensors_in(folder / f"pytorch_model_fsdp_{index}")
+        return {name: tuple(one.size) for name, one in known.items()}
 
-    Raises:
-        RuntimeError: ``strict`` is set, and the checkpoint lacks a weight of the model.
-    """
-    path = folder / f"pytorch_model_fsdp_{index}"
-    known = tensors_in(path)
-    state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
-    # Accelerate writes each name below "model".
-    prefix = "" if state.keys() & known.keys() else "model."
-    missing = sorted(name for name in state if prefix + name not in known)
-    if strict and missing:
-        raise RuntimeError(
-            f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}. Load it into "
-            "the model that it was saved from, or with load_state(strict=False), which leaves "
-            "these as they are"
-        )
-    # The tensors of a state dict are the model's own: DCP fills them where they are.
-    found = {name: value for name, value in state.items() if prefix + name in known}
-    read_parts({prefix + name: value for name, value in found.items()}, path)
-    extra = {name: value for name, value in found.items() if name.endswith(_EXTRA_STATE)}
-    if (path / _EXTRA_FILE).exists():
-        extra |= read_state(path / _EXTRA_FILE, options)
-    own = [name for name in model.state_dict() if name in extra]
-    if own:
-        model.load_state_dict({name: extra[name] for name in own}, strict=False)
-
-
-def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
-    """Return the weights' names, the same on every rank; the second model's begin with "1."."""
-    return {
-        weight: f"{index}.{name}" if index else name
-        for index, model in enumerate(models)
-        for name, weight in model.named_parameters()
-    }
-
-
-def optimizer_piece(optimizer: Optimizer, names: Mapping[torch.Tensor, str], index: int) -> Piece:
-    """Return the piece with this rank's parts of an optimizer's state; all ranks call it."""
-    tensors: dict[str, torch.Tensor] = {}
-    plain: dict[str, Any] = {}
-    for weight, name in _named(optimizer, names):
-        for entry, value in optimizer.state.get(weight, {}).items():
-            kept: dict[str, Any] = tensors if torch.is_tensor(value) else plain
-            kept[f"state.{name}.{entry}"] = value
-    # A stage of a pipeline has other weights than the next.
-    everywhere = dict(item for each in gather_object([plain]) for item in each.items())
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.state_dict()["param_groups"]
-    ]
-    of_all = {"groups": copy.deepcopy(settings), "plain": everywhere}
-    beside = state_file(of_all, "groups.bin", "the optimizer")
-    return ShardedPiece(tensors, f"optimizer_{index}", beside if this_rank() == 0 else None)
-
-
-def read_optimizer(
-    optimizer: Optimizer,
-    names: Mapping[torch.Tensor, str],
-    folder: Path,
-    index: int,
-    options: dict[str, Any],
-) -> None:
-    """Read an optimizer's state from a sharded checkpoint; all ranks call it.
-
-    Each rank reads only the entries of the weights, or parts of weights, that it has.
-    """
-    path = folder / f"optimizer_{index}"
-    beside = read_state(path / "groups.bin", options)
-    stored, own_groups = len(beside["groups"]), len(optimizer.param_groups)
-    if stored != own_groups:
-        raise ValueError(
-            f"{path} holds an optimizer of {stored} groups of weights, and the "
-            f"{type(optimizer).__name__} here has {own_groups}: load it into one made alike"
-        )
-    known = tensors_in(path)
-    entries: dict[str, list[str]] = {}
-    for key in (*known, *beside["plain"]):
-        name, _, entry = key.removeprefix("state.").rpartition(".")
-        entries.setdefault(name, []).append(entry)
-    tensors: dict[str, torch.Tensor] = {}
-    state: dict[torch.Tensor, dict[str, Any]] = {}
-    counted_on_device = {
-        weight
-        for group in optimizer.param_groups
-        if group.get("fused") or group.get("capturable")
-        for weight in group["params"]
-    }
-    for weight, name in _named(optimizer, names):
-        own = state[weight] = {}
-        for entry in entries.get(name, []):
-            key = f"state.{name}.{entry}"
-            if key in known:
-                tensors[key] = own[entry] = _room_for(
-                    known[key], weight, on_device=weight in counted_on_device
-                )
-            else:
-                own[entry] = beside["plain"][key]
-    read_parts(tensors, path)
-    optimizer.state.clear()
-    optimizer.state.update({weight: own for weight, own in state.items() if own})
-    for group, settings in zip(optimizer.param_groups, beside["groups"], strict=True):
-        # How steps are computed here depends on this mesh, not on that of the checkpoint.
-        group.update({key: value for key, value in settings.items() if key not in _STEP_SETTINGS})
+    def check(self, folder: Path) -> None:
+        for path in sorted(folder.glob(f"*/{_INDEX}")):
+            read_index(path.parent)
 
 
 _STEP_SETTINGS = {"foreach", "fused", "capturable"}

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn import Module
 
-from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.files.atomic import StagedFolder, naming_full_disk, replacing_file
-from notebook_accel.training.files.state_files import explain, read_state, write_state
+from notebook_accel.training.files.state_files import read_state
 from notebook_accel.training.processes import topology
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
@@ -40,35 +39,6 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 def numbered(stem: str, index: int, suffix: str) -> str:
     """Return the file name of object ``index``, from 0: ``model.bin``, ``model_1.bin``, ..."""
     return f"{stem}{f'_{index}' if index else ''}{suffix}"
-
-
-def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bool) -> None:
-    """Write the weights of model ``index`` (from 0) of a checkpoint to one file in ``folder``.
-
-    With ``safe`` it is a safetensors file, unless ``state`` has values that are not tensors: such a
-    file cannot hold these, so a torch file is written.
-    """
-    if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
-        write_safetensors(state, folder / numbered("model", index, ".safetensors"))
-    else:
-        write_state(dict(state), folder / numbered("pytorch_model", index, ".bin"), "the model")
-
-
-def load_weights(
-    folder: Path, index: int, options: dict[str, Any] | None = None
-) -> dict[str, Any] | None:
-    """Read what :func:`save_weights` wrote; None if there is no file."""
-    safe = folder / numbered("model", index, ".safetensors")
-    if safe.exists():
-        try:
-            return _read_safetensors(safe)
-        except SafetensorError as error:
-            raise NotebookAccelError(explain(safe, error)) from error
-    plain = folder / numbered("pytorch_model", index, ".bin")
-    if not plain.exists():
-        return None
-    state: dict[str, Any] = read_state(plain, options)
-    return state
 
 
 def write_safetensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -189,15 +159,6 @@ def _as_bytes(size: float | str) -> float:
     if found is None or found[2] not in _UNITS:
         raise ConfigError(f'max_shard_size={size!r}: expected bytes, or a text such as "10GB"')
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = load_file(path)
-    with safe_open(path, framework="pt") as opened:
-        header = opened.metadata() or {}
-    header.pop("format", None)  # "pt", by which libraries know the file, and no weight's other name
-    ties = {name: state[kept] for name, kept in header.items() if kept in state}
-    return {**ties, **state}
 
 
 def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

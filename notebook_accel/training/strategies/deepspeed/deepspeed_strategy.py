@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_deepspeed
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
-from notebook_accel.training.files.pieces import Piece
+from notebook_accel.training.files.formats import Format
 from notebook_accel.training.models import joined_state_dict
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
@@ -34,7 +35,7 @@ from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, sha
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.base import Strategy
-from notebook_accel.training.strategies.deepspeed import deepspeed_files
+from notebook_accel.training.strategies.deepspeed.deepspeed_files import FOLDER, DeepSpeedFiles
 from notebook_accel.training.strategies.deepspeed.zero_config import (
     DummyOptim,
     DummyScheduler,
@@ -274,17 +275,18 @@ class DeepSpeedZero(Strategy):
                 if of_deepspeed.has_stepped_copy(weight):
                     safe_set_full_fp32_param(weight, value.float())
 
-    def own_piece(self, options: dict[str, Any]) -> Piece | None:
+    @property
+    def format(self) -> Callable[..., Format]:
         if self.engine is None:
-            return None
-        return deepspeed_files.EnginePiece(self.engine.engine, options)
+            return super().format
+        return partial(DeepSpeedFiles, engine=self.engine.engine)
 
     def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
-        if self.engine is None or not deepspeed_files.is_in(folder):
+        if self.engine is None or not (folder / FOLDER).is_dir():
             return False
-        deepspeed_files.check(folder)
+        DeepSpeedFiles().check(folder)
         given = {"load_module_strict": strict, **options}
-        self.engine.engine.load_checkpoint(str(folder), tag=deepspeed_files.FOLDER, **given)
+        self.engine.engine.load_checkpoint(str(folder), tag=FOLDER, **given)
         return True
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
