@@ -31,19 +31,19 @@ from .notebook.sweeps.sweep import sweep as sweep
 from .training.accelerator import Accelerator as Accelerator
 from .training.collectives import broadcast as broadcast
 from .training.collectives.operations import gather_object as gather_object
-from .training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from .training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data.loaders import DataLoaderShard as DataLoaderShard
 from .training.data.skipping import skip_first_batches as skip_first_batches
 from .training.processes.device_memory import (
     find_executable_batch_size as find_executable_batch_size,
 )
-from .training.processes.seeding import set_seed as set_seed
-from .training.processes.seeding import synchronize_rng_states as synchronize_rng_states
+from .training.processes.random_numbers import set_seed as set_seed
+from .training.processes.random_numbers import synchronize_rng_states as synchronize_rng_states
 from .training.settings.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from .training.settings.handlers import AutocastKwargs as AutocastKwargs
+from .training.settings.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from .training.settings.handlers import DDPCommunicationHookType as DDPCommunicationHookType
 from .training.settings.handlers import (
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
@@ -57,7 +57,7 @@ from .training.settings.handlers import ProjectConfiguration as ProjectConfigura
 from .training.settings.parallelism import ParallelismConfig as ParallelismConfig
 from .training.state import AcceleratorState as AcceleratorState
 from .training.state import PartialState as PartialState
-from .training.stepping.gradient_state import GradientState as GradientState
+from .training.stepping.accumulation import GradientState as GradientState
 from .training.stepping.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from .training.stepping.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from .training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin

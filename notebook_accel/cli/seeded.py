@@ -12,7 +12,7 @@ import sys
 
 def main() -> None:
     """Seed all random generators, then run the script or module as ``__main__``, as Python does."""
-    from notebook_accel.training.processes.seeding import set_seed
+    from notebook_accel.training.processes.random_numbers import set_seed
 
     seed, kind, name, *arguments = sys.argv[1:]
     set_seed(int(seed))

@@ -31,7 +31,6 @@ from notebook_accel.training import collectives
 from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.checkpoint.start import Start
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.files.weights import save_model, save_object
@@ -50,6 +49,7 @@ from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
     FP8BackendType,
@@ -65,8 +65,7 @@ from notebook_accel.training.settings.handlers import (
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.state import AcceleratorState, newest_settings
-from notebook_accel.training.stepping.accumulation import window
-from notebook_accel.training.stepping.gradient_state import GradientState
+from notebook_accel.training.stepping.accumulation import GradientState, window
 from notebook_accel.training.stepping.knobs import Knob, make_knob
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler

@@ -32,7 +32,7 @@ from notebook_accel import (
     ProjectConfiguration,
 )
 from notebook_accel.training.checkpoint import training_progress
-from notebook_accel.training.processes.random_states import get_random_states, set_random_states
+from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 

@@ -18,9 +18,9 @@ from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data.skipping import skip_first_batches
-from notebook_accel.training.processes.seeding import set_seed
+from notebook_accel.training.processes.random_numbers import set_seed
+from notebook_accel.training.stepping.accumulation import GradientState
 from notebook_accel.training.stepping.active_loaders import active_loaders
-from notebook_accel.training.stepping.gradient_state import GradientState
 from tests.training import loading
 from tests.training.harness import run_ranks
 from tests.training.loading import Sharded, SizedStream, Stream, numbers

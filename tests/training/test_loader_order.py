@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from notebook_accel.training.processes.seeding import set_seed
+from notebook_accel.training.processes.random_numbers import set_seed
 from tests.training.loading import Stream, lists, numbers, prepare
 
 # Order.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator
-from notebook_accel.training.processes.seeding import set_seed
+from notebook_accel.training.processes.random_numbers import set_seed
 from tests.training import own_strategy
 from tests.training.harness import run_ranks
 

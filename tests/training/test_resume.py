@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
-from notebook_accel.training.processes.seeding import set_seed
+from notebook_accel.training.processes.random_numbers import set_seed
 from tests.training.harness import run_ranks
 from tests.training.loading import numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from notebook_accel.training.collectives import this_rank
-from notebook_accel.training.processes.random_states import get_random_states, set_random_states
-from notebook_accel.training.processes.seeding import (
+from notebook_accel.training.processes.random_numbers import (
+    get_random_states,
+    set_random_states,
     set_seed,
     synchronize_rng_state,
     synchronize_rng_states,

@@ -19,7 +19,6 @@ from notebook_accel.training.collectives.nested import (
     send_to_device,
 )
 from notebook_accel.training.collectives.operations import *
-from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
     OPTIMIZER_NAME,
@@ -43,7 +42,7 @@ from notebook_accel.training.processes.device_memory import (
 from notebook_accel.training.processes.devices import set_numa_affinity
 from notebook_accel.training.processes.devices import set_numa_affinity as override_numa_affinity
 from notebook_accel.training.processes.logs import get_logger
-from notebook_accel.training.processes.seeding import (
+from notebook_accel.training.processes.random_numbers import (
     set_seed,
     synchronize_rng_state,
     synchronize_rng_states,
@@ -56,6 +55,7 @@ from notebook_accel.training.settings.environment import (
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,

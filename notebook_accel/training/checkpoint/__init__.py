@@ -429,8 +429,8 @@ class Checkpoints:
         if writes:
             for name, item in self._stateful():
                 yield state_file(item.state_dict(), name, type(item).__name__)
-            yield from self._progress.pieces_of_all()
-        yield self._progress.own_piece(save.id)
+        for name, state in self._progress.states(of_all=writes, save_id=save.id).items():
+            yield state_file(state, name, "the data loaders or random numbers")
 
     @property
     def _names(self) -> dict[torch.Tensor, str]:

@@ -29,11 +29,10 @@ from notebook_accel.training.checkpoint.start import (
     read_random_states,
 )
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.files.pieces import Piece, state_file
 from notebook_accel.training.files.state_files import explain, read_state
 from notebook_accel.training.files.weights import numbered
 from notebook_accel.training.preparing.prepare import Preparation
-from notebook_accel.training.processes.random_states import get_random_states, set_random_states
+from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
 
@@ -55,32 +54,22 @@ class TrainingProgress:
         made = current().shared  # with each Accelerator, on all ranks, the places begin anew
         self._number = made["trainings"] = made.get("trainings", 0) + 1
 
-    def pieces_of_all(self) -> Iterator[Piece]:
-        """Yield the files that rank 0 writes for all ranks: the positions of prepared loaders."""
-        for name, state in self._states_for_all().items():
-            yield state_file(state, name, "the data loader")
-
     @property
     def place(self) -> str:
         """The place in the training; ranks that come to the same line of a loop have the same."""
         steps = [known.num_steps for known in self._prepared.optimizers]
         return f"{self._number} {steps} {self._plan.accumulation.step}"
 
-    def own_piece(self, save_id: str | None) -> Piece:
-        """Return the piece with the file of random states, which each rank writes for itself."""
-        name = random_states_file(self._plan.topology.process_index)
-        states = {**self.own_states(), SAVE_ID: save_id}
-        return state_file(states, name, "random numbers and datasets")
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Return the contents of the files of rank 0 for all ranks, and of this rank's own."""
-        name = random_states_file(self._plan.topology.process_index)
-        return {**self._states_for_all(), name: self.own_states()}
-
-    def _states_for_all(self) -> dict[str, dict[str, Any]]:
+    def states(self, *, of_all: bool = True, save_id: str | None = None) -> dict[str, Any]:
+        """Return the contents of this rank's files by name: its own, and those of all ranks."""
+        own = random_states_file(self._plan.topology.process_index)
+        loaders = self._loader_files() if of_all else ()
         return {
-            name: {k: v for k, v in self._state_of(loader).items() if k not in _NOT_OF_ALL}
-            for name, loader in self._loader_files()
+            **{
+                name: {k: v for k, v in self._state_of(one).items() if k not in _NOT_OF_ALL}
+                for name, one in loaders
+            },
+            own: {**self.own_states(), SAVE_ID: save_id},
         }
 
     def own_states(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A *round* is the samples on which all ranks work at the same step::
     others   _follow   receive the header -> allocate a buffer -> receive it -> their part
 
 The header has the structure of every rank's batch, and the values in it that are not tensors. In
-place of each tensor it has a slot, which tells where in the rank's buffer the tensor lies.
+place of each tensor it has one on torch's meta device, of the same shape and type.
 
 Every rank gets a batch and takes part in the same collectives each round. A pass over the loader
 ends for the other ranks with a header that says that there is no more data, or that reading failed.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,12 +30,12 @@ from notebook_accel.training.collectives import (
     scatter,
     this_rank,
 )
-from notebook_accel.training.collectives.nested import recursively_apply
+from notebook_accel.training.collectives.nested import leaves, recursively_apply
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
 from notebook_accel.training.processes import topology
-from notebook_accel.training.processes.seeding import synchronize_rng_state
+from notebook_accel.training.processes.random_numbers import synchronize_rng_state
 from notebook_accel.training.stepping.active_loaders import Position
 
 # A tensor of any type may begin at a multiple of it.
@@ -180,31 +180,10 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
             if isinstance(header, str):
                 raise RuntimeError(f"rank 0 could not read the next batch: {header}")
+            forms, num_bytes = header
             # Nothing is sent where no rank's batch holds a tensor.
-            num_bytes = header.num_bytes
             buffer = scatter(None, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-            part = header.parts[self._options.data_group.index]
-            assert part is not None, "rank 0 sends the others theirs"
-            yield _fill_slots(part, buffer)
-
-
-class _Header(NamedTuple):
-    """A round without its tensors: ``parts`` with a :class:`_Slot` for each.
-
-    No buffer if 0 bytes.
-    """
-
-    parts: list[RoundBatch | None]
-    num_bytes: int
-
-
-class _Slot(NamedTuple):
-    """Where a tensor lies in a rank's buffer (bytes ``start:stop``), its shape and dtype."""
-
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+            yield _fill(forms[self._options.data_group.index], buffer)
 
 
 def _pack(
@@ -216,46 +195,43 @@ def _pack(
     """
     if divided is None:
         return pickle.dumps(None), []
-    parts: list[RoundBatch | None] = []
-    contents: list[list[tuple[_Slot, torch.Tensor]]] = []
     others = set(index_of_rank[1:])  # rank 0 has its own part already
-    for index, part in enumerate(divided):
-        held: list[tuple[_Slot, torch.Tensor]] = []
-        parts.append(_empty_slots(part, held) if index in others else None)
-        contents.append(held)
-    num_bytes = max((held[-1][0].stop for held in contents if held), default=0)
-    header = pickle.dumps(_Header(parts, num_bytes))
+    forms = {index: _on_meta(divided[index]) for index in others}
+    num_bytes = max((_places(form)[1] for form in forms.values()), default=0)
+    header = pickle.dumps((forms, num_bytes))
     if not num_bytes:
         return header, []
-    buffers = [_lay_out(held, num_bytes) for held in contents]
+    # A scatter needs one length on all ranks.
+    buffers = [torch.empty(num_bytes, dtype=torch.uint8, device="cpu") for _ in divided]
+    for index in others:
+        for start, tensor in _places(divided[index])[0]:
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            buffers[index][start : start + plain.nbytes] = as_bytes(plain)
     return header, [buffers[index] for index in index_of_rank]
 
 
-def _empty_slots(part: RoundBatch, held: list[tuple[_Slot, torch.Tensor]]) -> RoundBatch:
-    """Return ``part`` with slots in place of tensors; both are appended to ``held``."""
-
-    def take_out(tensor: torch.Tensor) -> _Slot:
-        start = held[-1][0].stop if held else 0
-        start += -start % _ALIGNMENT
-        slot = _Slot(start, start + tensor.nbytes, tuple(tensor.shape), tensor.dtype)
-        held.append((slot, tensor))
-        return slot
-
-    return part._replace(batch=recursively_apply(take_out, part.batch))
-
-
-def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:
-    """Return a buffer with the tensors in their slots; a scatter needs one length on all ranks."""
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    for slot, tensor in held:
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        buffer[slot.start : slot.stop] = as_bytes(plain)
-    return buffer
-
-
-def _fill_slots(part: RoundBatch, buffer: torch.Tensor) -> RoundBatch:
-    def put_in(slot: _Slot) -> torch.Tensor:
-        return buffer[slot.start : slot.stop].view(slot.dtype).reshape(slot.shape)
-
-    batch = recursively_apply(put_in, part.batch, test_type=lambda one: isinstance(one, _Slot))
+def _on_meta(part: RoundBatch) -> RoundBatch:
+    """Return ``part`` with tensors of the same shapes and types on torch's meta device."""
+    batch = recursively_apply(lambda one: torch.empty_like(one, device="meta"), part.batch)
     return part._replace(batch=batch)
+
+
+def _places(part: RoundBatch) -> tuple[list[tuple[int, torch.Tensor]], int]:
+    """Return each tensor with the byte at which it begins in a buffer, and the buffer's length."""
+    found, end = [], 0
+    for tensor in (leaf for leaf in leaves(part.batch) if isinstance(leaf, torch.Tensor)):
+        start = end + -end % _ALIGNMENT
+        found.append((start, tensor))
+        end = start + tensor.nbytes
+    return found, end
+
+
+def _fill(form: RoundBatch, buffer: torch.Tensor) -> RoundBatch:
+    """Return the part of which ``form`` has the structure, with the tensors in ``buffer``."""
+    starts = iter([start for start, _ in _places(form)[0]])
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        start = next(starts)
+        return buffer[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+
+    return form._replace(batch=recursively_apply(read, form.batch))

@@ -22,7 +22,6 @@ from torch.utils.data import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_datasets
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.loader_wrapper import as_stateful, copied
@@ -38,7 +37,8 @@ from notebook_accel.training.data.samplers import (
 )
 from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.processes import topology
-from notebook_accel.training.processes.seeding import new_generator
+from notebook_accel.training.processes.random_numbers import new_generator
+from notebook_accel.training.settings.handlers import DataLoaderConfiguration
 from notebook_accel.training.settings.notices import notice_once
 
 

@@ -59,16 +59,19 @@ from notebook_accel.training.data.samplers import (
     samplers_of,
 )
 from notebook_accel.training.processes import devices
-from notebook_accel.training.processes.random_states import get_random_states, set_random_states
-from notebook_accel.training.processes.seeding import new_generator, synchronize_rng_state
-from notebook_accel.training.stepping.accumulation import Accumulation
+from notebook_accel.training.processes.random_numbers import (
+    get_random_states,
+    new_generator,
+    set_random_states,
+    synchronize_rng_state,
+)
+from notebook_accel.training.stepping.accumulation import Accumulation, GradientState
 from notebook_accel.training.stepping.active_loaders import (
     LoaderProgress,
     Position,
     ShortRound,
     active_loaders,
 )
-from notebook_accel.training.stepping.gradient_state import GradientState
 from notebook_accel.training.stepping.step_timer import step_timer
 
 _HOST = torch.device("cpu")
@@ -238,9 +241,6 @@ class PreparedLoader(LoaderWrapper):
     @property
     def gradient_state(self) -> GradientState:
         """The ``GradientState`` of the Accelerator that prepared this loader, or of the newest."""
-        # Imported here: the state asks which loader is read.
-        from notebook_accel.training.stepping.gradient_state import GradientState
-
         return GradientState(accumulation=self._accumulation)
 
     def _join(self, accumulation: Accumulation) -> None:

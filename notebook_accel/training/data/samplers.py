@@ -36,7 +36,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import broadcast_object_list
-from notebook_accel.training.processes.seeding import new_generator
+from notebook_accel.training.processes.random_numbers import new_generator
 from notebook_accel.training.stepping.active_loaders import ShortRound
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.precision import (
     PRECISIONS,
     refuse_divided_layers,
@@ -20,6 +19,7 @@ from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,

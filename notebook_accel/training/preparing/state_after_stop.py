@@ -250,7 +250,9 @@ def parts_of(
     without = RankPart(
         models=[None for _ in models],
         weights=[
-            _in_pieces(strategy.own_state_dict(model)) if is_part else None
+            _in_pieces(dict(strategy.state_dict(model, full=False)))
+            if is_part and strategy.joins_later
+            else None
             for model, is_part in zip(models, in_parts, strict=True)
         ],
         optimizers=[_in_pieces(state) for state in optimizers],

@@ -31,8 +31,11 @@ from notebook_accel.rank.this_rank import DeviceMemory, current
 from notebook_accel.training.models import PreparedModel, weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling, gradient_marks
 from notebook_accel.training.settings.notices import notice, notice_once
-from notebook_accel.training.stepping.accumulation import Accumulation, current_accumulation
-from notebook_accel.training.stepping.gradient_state import GradientState
+from notebook_accel.training.stepping.accumulation import (
+    Accumulation,
+    GradientState,
+    current_accumulation,
+)
 from notebook_accel.training.stepping.step_timer import REST, step_timer
 
 

@@ -9,8 +9,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.stepping.accumulation import Accumulation, current_accumulation
-from notebook_accel.training.stepping.gradient_state import GradientState
+from notebook_accel.training.stepping.accumulation import (
+    Accumulation,
+    GradientState,
+    current_accumulation,
+)
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
 # A rate this much smaller than the highest one counts as none.

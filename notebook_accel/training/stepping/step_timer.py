@@ -94,16 +94,16 @@ class StepTimer:
         if self._is_sampled and has_peers and loss is not None and loss.grad_fn is not None:
             # The first that is queued in a backward runs first at its end. What waits for other
             # ranks, as DDP and `fully_shard` do, is queued in its course.
+            def note_end() -> None:
+                self._begun[_COLLECTIVES] = self._clock.now()
+
             loss.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: of_torch.at_end_of_backward(self._note_gradients)
+                lambda _: of_torch.at_end_of_backward(note_end)
             )
         return self
 
     def __enter__(self) -> None:
         pass
-
-    def _note_gradients(self) -> None:
-        self._begun[_COLLECTIVES] = self._clock.now()
 
     def __exit__(self, *_: object) -> None:
         self.mark(BACKWARD)

@@ -23,6 +23,8 @@ class ForCheckpoints:
     """Weights and optimizer states of a :class:`Strategy`, whole or in parts."""
 
     spreads_weights: bool = False
+    joins_later: bool = True
+    """Whether the notebook can join the state dicts that :meth:`state_dict` gives of parts."""
 
     @property
     def saves_shards(self) -> bool:
@@ -46,7 +48,8 @@ class ForCheckpoints:
         """Return the state dict of an unwrapped model; with sharded weights, all ranks call it.
 
         Args:
-            full: whether sharded tensors are joined to full ones. False returns this rank's shards.
+            full: whether sharded tensors are joined to full ones. False returns this rank's shards,
+                without a collective.
             keeps: False for a rank that only helps to join tensors for other ranks. Such a rank may
                 get an empty dictionary, which saves memory.
         """
@@ -55,13 +58,6 @@ class ForCheckpoints:
     def is_in_parts(self, model: Module) -> bool:
         """Return whether this rank has only a part of a prepared model's weights."""
         return False
-
-    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        """Return this rank's part without a collective.
-
-        None if the notebook could not join the parts.
-        """
-        return dict(model.state_dict())
 
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
         """Load full (unsharded) weights into a model without wrapper; all ranks call it."""
@@ -72,7 +68,10 @@ class ForCheckpoints:
         return optimizer.state_dict()
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return this rank's part without a collective, as :meth:`own_state_dict` does."""
+        """Return this rank's part without a collective.
+
+        None if the notebook could not join the parts.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -191,15 +191,11 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
             weight.requires_grad_(trains)
 
 
-def keep_root_for_backward(model: Module) -> None:
+def keep_root_for_backward(model: Any, _: Any) -> None:
     """Keep the root module's weights gathered after a forward with gradients; else free them.
 
     The root module's weights are those that no chosen module inside the model has. Backward begins
     with them, so freeing them would mean gathering them again at once. By default, torch keeps them
     also after a forward without gradients, and ``parameters()`` would then return full weights.
     """
-    model.register_forward_pre_hook(_choose_what_forward_leaves)
-
-
-def _choose_what_forward_leaves(model: Any, _: Any) -> None:
     model.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)

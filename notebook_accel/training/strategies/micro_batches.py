@@ -36,7 +36,7 @@ from torch.func import functional_call
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import find_batch_size, leaves, recursively_apply
-from notebook_accel.training.processes.random_states import get_random_states, set_random_states
+from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.strategy_request import call_model
 

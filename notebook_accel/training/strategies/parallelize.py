@@ -111,7 +111,7 @@ def parallelize(
         fsdp.average_gradients(kept_whole, everyone.get_group())
     # The blocks of a pipeline's stage run forward for several micro-batches first.
     if data and not own_blocks and plugin.reshard_after_forward:
-        fsdp.keep_root_for_backward(model)
+        model.register_forward_pre_hook(fsdp.keep_root_for_backward)
     dtensors.accept_whole_weights(model)
 
 

@@ -158,7 +158,13 @@ class PipelineParallel(MeshParallel):
             add_up_gradients(pipeline.shared_weights, self._group)
             if self.data_group.size > 1:
                 assert self.data_group.process_group is not None
-                own = [weight for weight in pipeline.own_weights if not _is_sharded(weight)]
+                # ``fully_shard`` averages the gradients of what it has sharded itself.
+                own = [
+                    weight
+                    for weight in pipeline.own_weights
+                    if not isinstance(weight, DTensor)
+                    or "dp_shard" not in (weight.device_mesh.mesh_dim_names or ())
+                ]
                 weights = [*pipeline.shared_weights, *own]
                 group, size = self.data_group.process_group, self.data_group.size
                 add_up_gradients(weights, group, divide_by=size)
@@ -203,11 +209,6 @@ class PipelineParallel(MeshParallel):
         # It alone runs the model's forward to its end (see _join).
         prefix = pipeline.prefix
         return found | {name for name, _ in model.named_buffers() if not name.startswith(prefix)}
-
-    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        elsewhere = self.buffers_elsewhere(model)
-        own = super().own_state_dict(model) or {}
-        return {name: value for name, value in own.items() if name not in elsewhere}
 
     def make_whole(self, values: Any) -> Any:
         # What a user saves by hand: accelerator.save(model.state_dict(), file).
@@ -311,11 +312,6 @@ def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU, joined if it is sharded; all ranks of a stage call it."""
     whole: torch.Tensor = dtensors.make_whole(value.detach())
     return whole.cpu()
-
-
-def _is_sharded(weight: torch.Tensor) -> bool:
-    """Return whether ``fully_shard`` has sharded a weight, and so averages its gradients itself."""
-    return isinstance(weight, DTensor) and "dp_shard" in (weight.device_mesh.mesh_dim_names or ())
 
 
 @contextmanager

@@ -62,7 +62,8 @@ class XlaParallel(Strategy):
     def place(self, given: ModelToPrepare) -> Module:
         if given.device is not None:
             _move(given.model, given.device)
-            _MovingForward.install(given.model, given.device)
+            if not any(isinstance(one, _MovingForward) for one in replaced_forwards(given.model)):
+                given.model.__dict__["forward"] = _MovingForward(given.model, given.device)
         if self.topology.num_processes > 1:
             self._xm.broadcast_master_param(given.model)
         if given.training:
@@ -83,9 +84,6 @@ class XlaParallel(Strategy):
 
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         return _host_copy(model.state_dict(keep_vars=True))  # type: ignore[no-any-return]
-
-    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        return self.state_dict(model, full=True)
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         return _host_copy(optimizer.state_dict())  # type: ignore[no-any-return]
@@ -160,12 +158,6 @@ class _MovingForward(RemovableForward):
     def __init__(self, module: Module, device: torch.device) -> None:
         super().__init__(module)
         self._device = device
-
-    @classmethod
-    def install(cls, module: Module, device: torch.device) -> None:
-        """Replace the forward of ``module``, unless that was done before."""
-        if not any(isinstance(each, cls) for each in replaced_forwards(module)):
-            module.__dict__["forward"] = cls(module, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         moved_args, moved_kwargs = send_to_device((args, kwargs), self._device)

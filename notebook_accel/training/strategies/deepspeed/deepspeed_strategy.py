@@ -57,6 +57,7 @@ class DeepSpeedZero(Strategy):
 
     distributed_type = DistributedType.DEEPSPEED
     saves_shards = True
+    joins_later = False  # in stage 3 weights are empty: their parts lie in one flat buffer
     is_engine = True
 
     def __init__(self, request: Request) -> None:
@@ -246,10 +247,6 @@ class DeepSpeedZero(Strategy):
 
     def is_in_parts(self, model: Module) -> bool:
         return any(hasattr(weight, "ds_id") for weight in model.parameters())
-
-    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        # In stage 3 the weights themselves are empty: their parts lie in one flat buffer.
-        return None if self.is_in_parts(model) else super().own_state_dict(model)
 
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
