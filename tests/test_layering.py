@@ -431,6 +431,13 @@ def test_importing_the_package_changes_nothing_and_loads_no_torch() -> None:
     assert loaded & {"torch", "numpy", "IPython", "ipywidgets", "msgspec"} == set()
 
 
+def test_what_only_some_trainings_use_is_not_loaded_with_the_accelerator() -> None:
+    """A notebook's first cell imports it: torch's sharding and compiler alone take a second."""
+    loaded = set(probe([f"{ROOT}.training.accelerator"])["modules"])  # type: ignore[call-overload]
+    parts = ("checkpoint", "fsdp", "pipelining", "tensor")
+    assert loaded & {"torch._dynamo", *(f"torch.distributed.{part}" for part in parts)} == set()
+
+
 def test_importing_every_module_starts_nothing() -> None:
     modules = sorted(name for name in MODULES if layer_of(name) != "compat")
     heavy = ("torch", "numpy", "IPython", "ipywidgets", "safetensors.torch", "tqdm.auto")

@@ -11,7 +11,6 @@ from torch.nn import Module
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.processes.devices import device_module
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.strategies.dtensors import local_part
 
 
 @contextlib.contextmanager
@@ -56,7 +55,8 @@ def _storages(
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     found = {}
     for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
+        # Not by a check for DTensor: its import takes a second, for sharded training alone.
+        storage = getattr(tensor, "to_local", tensor.detach)().untyped_storage()
         if storage.device.type == kind and storage.nbytes():
             found[storage.data_ptr()] = storage
     return list(found.values())
