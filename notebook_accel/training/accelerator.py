@@ -2,7 +2,7 @@
 
 Each method of the class calls the module that does the work. Members about the ranks
 (``is_main_process``, ``print``, ...) come from the base class ``ProcessInfo``, as in
-``PartialState``.
+``PartialState``; those about how it trains come from ``TrainingInfo``, as in ``AcceleratorState``.
 
 A subclass may override ``prepare_model`` or ``prepare_data_loader``, and need not call the original
 method: ``prepare`` calls the overriding one. Under DeepSpeed, which prepares a model and its
@@ -43,7 +43,6 @@ from notebook_accel.training.preparing.plan import (
     resolve_project,
 )
 from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
-from notebook_accel.training.processes import ProcessInfo
 from notebook_accel.training.processes.device_memory import release_memory
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -64,7 +63,12 @@ from notebook_accel.training.settings.handlers import (
 )
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.parallelism import ParallelismConfig
-from notebook_accel.training.state import AcceleratorState, newest_settings
+from notebook_accel.training.state import (
+    AcceleratorSettings,
+    AcceleratorState,
+    TrainingInfo,
+    newest_settings,
+)
 from notebook_accel.training.stepping.accumulation import GradientState, window
 from notebook_accel.training.stepping.knobs import Knob, make_knob
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
@@ -84,7 +88,7 @@ _Item = TypeVar("_Item")
 _Handler = TypeVar("_Handler", bound=KwargsHandler)
 
 
-class Accelerator(ProcessInfo):
+class Accelerator(TrainingInfo):
     """Prepares the objects of a training loop for the devices of a run, and runs its steps.
 
     Every rank makes its own ``Accelerator``. Names and arguments are those of Hugging Face
@@ -243,7 +247,7 @@ class Accelerator(ProcessInfo):
         self._triggered = False
         self._accumulation.show()
         self._strategy.data_group.show()
-        plan.settings().show()
+        self._settings.show()
         self._prepared.watch.start(self)
 
     # ---- making objects ready -------------------------------------------------------------------
@@ -1488,11 +1492,6 @@ class Accelerator(ProcessInfo):
         return GradientState(accumulation=self._plan.accumulation)
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """How the ranks train together, such as ``DistributedType.MULTI_CPU``."""
-        return self._plan.strategy.distributed_type or super().distributed_type
-
-    @property
     def multi_device(self) -> bool:
         """Whether there are several ranks, and ``distributed_type`` is not ``MULTI_CPU``."""
         alone = (DistributedType.NO, DistributedType.MULTI_CPU)
@@ -1504,11 +1503,6 @@ class Accelerator(ProcessInfo):
         return self.is_main_process
 
     @property
-    def mixed_precision(self) -> str:
-        """Name of the precision: "no", "bf16", "fp16" or "fp8"."""
-        return self._plan.precision.name
-
-    @property
     def fp8_enabled(self) -> bool:
         """Whether the mixed precision is "fp8"."""
         return self._plan.precision.converts_layers
@@ -1518,11 +1512,6 @@ class Accelerator(ProcessInfo):
         """Library that computes in 8 bits: "AO" (torchao) with mixed precision "fp8", else "NO"."""
         converts = self._plan.precision.converts_layers
         return FP8BackendType.AO if converts else FP8BackendType.NO
-
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The DeepSpeed plugin in use; None without DeepSpeed."""
-        return self._plan.plugins.get("deepspeed_plugin")
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
@@ -1540,19 +1529,6 @@ class Accelerator(ProcessInfo):
         None before a model and its optimizer are prepared, and without DeepSpeed.
         """
         return getattr(self._plan.strategy, "engine", None)
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether weights are sharded by FSDP, which here is always ``fully_shard`` (FSDP2)."""
-        return self.distributed_type == DistributedType.FSDP
-
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of ranks for each kind of parallelism (data, tensor, pipeline, context).
-
-        None if neither ``parallelism_config`` nor a plugin set it.
-        """
-        return self._plan.strategy.parallelism
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
@@ -1598,6 +1574,10 @@ class Accelerator(ProcessInfo):
         0 without context parallelism.
         """
         return self._place_in("cp")
+
+    @property
+    def _settings(self) -> AcceleratorSettings:
+        return self._plan.settings()
 
     @property
     def _data_group(self) -> DataGroup:

@@ -188,7 +188,44 @@ def newest_settings() -> AcceleratorSettings:
     return settings
 
 
-class AcceleratorState(PartialState):
+class TrainingInfo(ProcessInfo):
+    """Base of ``AcceleratorState`` and ``Accelerator``: how an ``Accelerator`` trains."""
+
+    @property
+    def _settings(self) -> AcceleratorSettings:
+        return newest_settings()
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision: "no", "bf16", "fp16" or "fp8"."""
+        return self._settings.mixed_precision
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the ranks train together, such as ``DistributedType.MULTI_CPU``."""
+        strategy = self._settings.strategy
+        return (strategy and strategy.distributed_type) or super().distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether weights are sharded by FSDP, which here is always ``fully_shard`` (FSDP2)."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """Number of ranks for each kind of parallelism (data, tensor, pipeline, context).
+
+        None if neither ``parallelism_config`` nor a plugin set it.
+        """
+        return one.parallelism if (one := self._settings.strategy) else None
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed plugin in use; None without DeepSpeed."""
+        return self._settings.plugins.get("deepspeed_plugin")
+
+
+class AcceleratorState(TrainingInfo, PartialState):
     """``PartialState`` with the settings of the newest ``Accelerator`` of this rank.
 
     Example:
@@ -237,33 +274,9 @@ class AcceleratorState(PartialState):
             replace(self._settings, mixed_precision=resolve_precision(mixed_precision)).show()
 
     @property
-    def mixed_precision(self) -> str:
-        """Name of the newest Accelerator's precision: "no", "bf16", "fp16" or "fp8"."""
-        return self._settings.mixed_precision
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How the ranks train together, such as ``DistributedType.MULTI_CPU``."""
-        strategy = self._settings.strategy
-        return (strategy and strategy.distributed_type) or super().distributed_type
-
-    @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The FSDP plugin in use, from the argument or the environment; None without FSDP."""
         return self._settings.plugins.get("fsdp_plugin")
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether weights are sharded by FSDP, which here is always ``fully_shard`` (FSDP2)."""
-        return self.distributed_type == DistributedType.FSDP
-
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of ranks for each kind of parallelism (data, tensor, pipeline, context).
-
-        None if neither ``parallelism_config`` nor a plugin set it.
-        """
-        return one.parallelism if (one := self._settings.strategy) else None
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -276,21 +289,12 @@ class AcceleratorState(PartialState):
         return self._settings.dynamo
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The DeepSpeed plugin in use; None without DeepSpeed."""
-        return self._settings.plugins.get("deepspeed_plugin")
-
-    @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """``{"default": plugin}`` with the DeepSpeed plugin in use; None without DeepSpeed.
 
         Accelerate may hold several plugins by name; here the dictionary has the active one alone.
         """
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
-
-    @property
-    def _settings(self) -> AcceleratorSettings:
-        return newest_settings()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"

@@ -196,7 +196,14 @@ def _pack(
     if divided is None:
         return pickle.dumps(None), []
     others = set(index_of_rank[1:])  # rank 0 has its own part already
-    forms = {index: _on_meta(divided[index]) for index in others}
+    forms = {
+        index: divided[index]._replace(
+            batch=recursively_apply(
+                lambda one: torch.empty_like(one, device="meta"), divided[index].batch
+            )
+        )
+        for index in others
+    }
     num_bytes = max((_places(form)[1] for form in forms.values()), default=0)
     header = pickle.dumps((forms, num_bytes))
     if not num_bytes:
@@ -208,12 +215,6 @@ def _pack(
             plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
             buffers[index][start : start + plain.nbytes] = as_bytes(plain)
     return header, [buffers[index] for index in index_of_rank]
-
-
-def _on_meta(part: RoundBatch) -> RoundBatch:
-    """Return ``part`` with tensors of the same shapes and types on torch's meta device."""
-    batch = recursively_apply(lambda one: torch.empty_like(one, device="meta"), part.batch)
-    return part._replace(batch=batch)
 
 
 def _places(part: RoundBatch) -> tuple[list[tuple[int, torch.Tensor]], int]:

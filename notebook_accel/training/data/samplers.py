@@ -210,7 +210,10 @@ class BatchSamplerShard(BatchSampler):
     @property
     def _num_skipped(self) -> int:
         """Number of samples at the start of the order that ``skip_first_batches`` leaves out."""
-        return _num_left_out(self.batch_sampler) * int(self.batch_size)
+        number, inner = 0, self.batch_sampler
+        while isinstance(inner, SkipBatchSampler):
+            number, inner = number + inner.skip_batches, inner.batch_sampler
+        return number * int(self.batch_size)
 
     @property
     def _num_samples(self) -> int:
@@ -280,15 +283,6 @@ def has_own_batches(batch_sampler: Any) -> bool:
     while isinstance(batch_sampler, SkipBatchSampler):
         batch_sampler = batch_sampler.batch_sampler
     return type(batch_sampler).__iter__ is not BatchSampler.__iter__
-
-
-def _num_left_out(batch_sampler: Any) -> int:
-    """Return how many batches at the start ``skip_first_batches`` has removed from this sampler."""
-    number = 0
-    while isinstance(batch_sampler, SkipBatchSampler):
-        number += batch_sampler.skip_batches
-        batch_sampler = batch_sampler.batch_sampler
-    return number
 
 
 def length_or_none(sized: Any) -> int | None:

@@ -104,7 +104,15 @@ class Preparation:
             _refuse_foreign(item)
             self._renew(item)
         strategy, ready = self.plan.strategy, list(objects)
-        strategy.expect(self._call_with(objects))
+        strategy.expect(
+            PrepareCall(
+                [item for item in objects if isinstance(item, Module)],
+                [inner_optimizer(item) for item in objects if isinstance(item, Optimizer)],
+                [item for item in objects if isinstance(item, LRScheduler)],
+                self._schedule_steps,
+                [size for item in objects for size in _batch_sizes(item, self._num_shares)],
+            )
+        )
         # A subclass of the Accelerator may override these; an engine is made by ours alone.
         own = self if strategy.is_engine else accelerator
         for index, item in self._new(objects, Module):
@@ -136,15 +144,6 @@ class Preparation:
             (index, item)
             for index, item in enumerate(objects)
             if isinstance(item, kinds) and id(item) not in ready
-        )
-
-    def _call_with(self, objects: Sequence[Any]) -> PrepareCall:
-        return PrepareCall(
-            [item for item in objects if isinstance(item, Module)],
-            [inner_optimizer(item) for item in objects if isinstance(item, Optimizer)],
-            [item for item in objects if isinstance(item, LRScheduler)],
-            self._schedule_steps,
-            [size for item in objects for size in _batch_sizes(item, self._num_shares)],
         )
 
     def prepare_model(

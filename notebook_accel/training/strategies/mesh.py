@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -31,7 +30,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.models import weights_of
 from notebook_accel.training.processes.renewal import note_mesh
-from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_sizes
@@ -68,7 +66,13 @@ class MeshParallel(TakesSpreadModels):
         spread = [f"{word} {n}" for name, word in _LABELS.items() if (n := sizes.sizes[name]) > 1]
         shards = ["FSDP2"] * (self.distributed_type is DistributedType.FSDP)
         self.label = " + ".join(shards + spread)
-        self.mesh = self.parallelism.device_mesh = _make_mesh(self.parallelism, self.topology)
+        dimensions = [name for name, size in sizes.sizes.items() if size > 1]
+        if sizes.dp_replicate_enabled and "dp_shard" not in dimensions:
+            # fully_shard replicates over the first of two dimensions: the second may have one rank.
+            dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
+        note_mesh()
+        self.mesh = sizes.arrange_ranks(self.topology.device.type, dimensions)
+        self.parallelism.device_mesh = self.mesh
         if asked is not None:
             asked.device_mesh = self.mesh
         here = self.topology.process_index
@@ -240,12 +244,3 @@ def shared_weight(model: Module, name: str) -> ConfigError:
         "without common weights. Prepare one module that has both as parts, and calls them in its "
         "forward"
     )
-
-
-def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:
-    dimensions = [name for name, size in parallelism.sizes.items() if size > 1]
-    if parallelism.dp_replicate_enabled and "dp_shard" not in dimensions:
-        # fully_shard replicates over the first of two dimensions: the second may have one rank.
-        dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
-    note_mesh()
-    return parallelism.arrange_ranks(here.device.type, dimensions)
