@@ -130,10 +130,10 @@ class Checkpoints:
             if not in_background:
                 finish(*write_one_by_one(pieces, save.staged))
             else:
-                collected = list(pieces)
-                states = host_copies([piece.state for piece in collected])
-                taken = [one.with_state(own) for one, own in zip(collected, states, strict=True)]
-                for piece in taken:
+                taken = list(pieces)
+                states = host_copies([piece.state for piece in taken])
+                for piece, state in zip(taken, states, strict=True):
+                    piece.state = state
                     piece.prepare(save.staged)
         except BaseException as error:
             save.fail(error)

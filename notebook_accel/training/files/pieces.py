@@ -14,7 +14,6 @@ memory holds only one of them at a time beside the training's own state.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +31,6 @@ class Piece:
     """What is written."""
     into: Callable[[Any, Path], None]
     """Writes a state into a folder."""
-
-    def with_state(self, state: Any) -> Piece:
-        """Return a copy of this piece that writes another state."""
-        new = copy.copy(self)
-        new.state = state
-        return new
 
     def prepare(self, folder: Path) -> None:
         """Agree with the other ranks on what each of them writes; all ranks call it together."""
@@ -68,7 +61,8 @@ def write_one_by_one(pieces: Iterable[Piece], folder: Path) -> tuple[list[Piece]
         piece.prepare(folder)
         with naming_full_disk(folder.parent):
             results.append(piece.write(folder))
-        written.append(piece.with_state(None))
+        piece.state = None
+        written.append(piece)
     return written, results
 
 

@@ -58,20 +58,16 @@ def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
     several: dict[Any, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if torch.is_tensor(value):
-            several.setdefault(_memory_of(value), []).append(name)
+            # In parts, or empty as DeepSpeed's stage 3 leaves it, it has no memory to tell it by.
+            has_memory = type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel()
+            key = memory_of(value) if has_memory else id(value)
+            several.setdefault(key, []).append(name)
     filled = dict(state)
     for names in several.values():
         kept = next((name for name in names if name in state), None)
         if kept is not None:
             filled.update({name: state[kept] for name in names if name not in state})
     return filled
-
-
-def _memory_of(value: torch.Tensor) -> Any:
-    """Return a key that is equal for tied tensors: of the same memory, shape, strides and type."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
-        return id(value)  # in parts or empty (as DeepSpeed's stage 3 leaves it): no memory to tell
-    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
 
 
 def save_object(obj: Any, target: Any, *, safe: bool) -> None:
@@ -161,6 +157,11 @@ def _as_bytes(size: float | str) -> float:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for tied tensors: of the same memory, shape, strides and type."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors with memory of their own, and the other names of tied ones."""
     tensors: dict[str, torch.Tensor] = {}
@@ -168,7 +169,7 @@ def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
     seen: dict[Any, str] = {}
     storages: set[int] = set()
     for name, tensor in state.items():
-        whole = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        whole = memory_of(tensor)
         if tensor.numel() and whole in seen:
             ties[name] = seen[whole]
             continue

@@ -33,6 +33,7 @@ from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import recursively_apply
+from notebook_accel.training.files.weights import memory_of
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
@@ -296,8 +297,7 @@ def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(state)
     for name, value in state.items():
         if torch.is_tensor(value) and value.numel():
-            part = dtensors.local_part(value)
-            key = part.data_ptr(), part.dtype, part.shape, part.stride()
+            key = memory_of(dtensors.local_part(value))
             if key not in seen:
                 seen[key] = _whole_on_host(value)
             found[name] = seen[key]
