@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from notebook_accel import Accelerator, ParallelismConfig
-from notebook_accel.training.strategies.spread_models import has_parts
+from notebook_accel.training.models import has_parts
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     Tiny,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,13 @@ def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward
 def weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield the weights that an optimizer steps, in the order of its groups."""
     return (weight for group in optimizer.param_groups for weight in group["params"])
+
+
+def has_parts(tensors: Iterable[Any]) -> bool:
+    """Return whether any of the tensors is a ``DTensor``, of which this rank has only a part."""
+    # Not imported, which takes a second: what has made a DTensor has done that.
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and any(isinstance(value, loaded.DTensor) for value in tensors)
 
 
 def joined_state_dict(

@@ -71,7 +71,7 @@ STRATEGIES = {
         "MeshParallel",
     ),
     "ddp": Choice(lambda request: request.topology.num_processes > 1, ".ddp", "DDPStrategy"),
-    "single": Choice(lambda _: True, ".spread_models", "TakesSpreadModels"),
+    "single": Choice(lambda _: True, ".base", "Strategy"),
 }
 
 # Arguments of ``Accelerator`` by which users choose a strategy.

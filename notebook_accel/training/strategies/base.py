@@ -9,20 +9,31 @@ never checks which strategy it has::
                            |--data_group--> loaders, gather, reduce
                            |--gradient_sync, ForTrainingLoops --> the loop
                            '--ForCheckpoints --> checkpoints
+
+A user may pass ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
+``fully_shard`` or ``parallelize_module`` was called. Such a model is not wrapped again. Gradient
+accumulation, gradient norms and checkpoints need the same code for it as for a model that
+``prepare`` wrapped or sharded: so that code is here, for all strategies. It imports ``DTensor``,
+which takes a second, only where there are such weights.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.models import has_parts
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig
@@ -63,6 +74,9 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
+        self.spread = weakref.WeakSet()
+        # Whether backward reduces the gradients of a sharded model; it does where nothing was set.
+        self._reduces: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         measure_steps(self.topology.device)
 
     # What a kind of parallelism does in its own way.
@@ -72,7 +86,14 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
 
         All ranks call it. Its precision is set already.
         """
-        return compile_model(self.place(given), self.dynamo)
+        if not has_parts(given.model.parameters()):
+            return compile_model(self.place(given), self.dynamo)
+        from notebook_accel.training.strategies import dtensors
+
+        self.was_given_parts = True
+        self.spread.add(given.model)
+        dtensors.accept_whole_weights(given.model)
+        return given.model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that steps the prepared model; all ranks call it, even twice.
@@ -83,7 +104,27 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
         """Return a context manager that turns the gradient exchange of backward on or off."""
+        inner = of_torch.original_module(model)
+        if isinstance(inner, DistributedDataParallel):
+            return _resumed(inner) if enabled else inner.no_sync()
+        if hasattr(inner, "set_requires_gradient_sync"):  # after fully_shard
+            return self._reducing(inner, enabled)
         return nullcontext()
+
+    @contextmanager
+    def _reducing(self, model: Any, enabled: bool) -> Iterator[None]:
+        """Turn gradient reduction in a sharded model's backward on or off in a ``with`` block."""
+        before = self._reduces.get(model, True)
+        self._set_reducing(model, enabled)
+        try:
+            yield
+        finally:
+            self._set_reducing(model, before)
+
+    def _set_reducing(self, model: Any, enabled: bool) -> None:
+        if self._reduces.get(model, True) != enabled:  # to set it, torch walks over every module
+            model.set_requires_gradient_sync(enabled)
+            self._reduces[model] = enabled
 
     # What ``prepare`` asks besides.
 
@@ -133,3 +174,16 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
 
     def close(self) -> None:
         """Release resources that the strategy made for itself, such as a process group."""
+
+
+@contextmanager
+def _resumed(model: DistributedDataParallel) -> Iterator[None]:
+    """Let backward inside a ``with`` block exchange gradients after a forward in ``no_sync``."""
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # The forward under no_sync left the reducer unprepared for an exchange.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before

@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.private import of_torch
-from notebook_accel.training.models import weights_of
+from notebook_accel.training.models import has_parts, weights_of
 from notebook_accel.training.processes.renewal import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
+from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 
-class DDPStrategy(TakesSpreadModels):
+class DDPStrategy(Strategy):
     """Trains models under torch's ``DistributedDataParallel``: the default for several ranks."""
 
     label = "DDP"

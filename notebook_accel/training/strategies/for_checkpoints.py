@@ -1,7 +1,8 @@
-"""What checkpoints ask of a strategy, as it is where each rank has the whole model."""
+"""What checkpoints ask of a strategy: as it is where a model is whole, or its user has sharded it."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from notebook_accel.training.files.formats import Format
+from notebook_accel.training.models import has_parts, weights_of
 
 
 def sharded(**given: Any) -> Format:
@@ -23,6 +25,9 @@ class ForCheckpoints:
     """Weights and optimizer states of a :class:`Strategy`, whole or in parts."""
 
     spreads_weights: bool = False
+    spread: weakref.WeakSet[Module]
+    was_given_parts: bool = False
+    """Whether the user has sharded a model before it was prepared."""
     joins_later: bool = True
     """Whether the notebook can join the state dicts that :meth:`state_dict` gives of parts."""
 
@@ -42,7 +47,7 @@ class ForCheckpoints:
     @property
     def saves_together(self) -> bool:
         """Whether all ranks must take part in saving, since each has only a part of a model."""
-        return self.saves_shards or self.spreads_weights
+        return self.saves_shards or self.spreads_weights or self.was_given_parts
 
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         """Return the state dict of an unwrapped model; with sharded weights, all ranks call it.
@@ -53,11 +58,16 @@ class ForCheckpoints:
             keeps: False for a rank that only helps to join tensors for other ranks. Such a rank may
                 get an empty dictionary, which saves memory.
         """
-        return model.state_dict()
+        if not full or not has_parts(model.parameters()):
+            return model.state_dict()
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.whole_state_dict(model, keeps=keeps, to_cpu=True)
 
     def is_in_parts(self, model: Module) -> bool:
         """Return whether this rank has only a part of a prepared model's weights."""
-        return False
+        # Not by its weights: while a forward runs, those of a sharded module are whole.
+        return model in self.spread
 
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
         """Load full (unsharded) weights into a model without wrapper; all ranks call it."""
@@ -65,7 +75,12 @@ class ForCheckpoints:
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         """Return the full state dict of an optimizer; with sharded weights, all ranks call it."""
-        return optimizer.state_dict()
+        if not has_parts(weights_of(optimizer)):
+            return optimizer.state_dict()
+        from notebook_accel.training.strategies import dtensors
+
+        whole = dtensors.make_whole(optimizer.state_dict(), keeps=keeps, to_cpu=True)
+        return whole if keeps else {}
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return this rank's part without a collective.
@@ -76,7 +91,12 @@ class ForCheckpoints:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full (unsharded) state dict into an optimizer; all ranks call it."""
-        optimizer.load_state_dict(state)
+        if not has_parts(weights_of(optimizer)):
+            optimizer.load_state_dict(state)
+            return
+        from notebook_accel.training.strategies import dtensors
+
+        dtensors.load_optimizer_state(optimizer, state)
 
     def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
         """Load what the strategy's library wrote; False if the checkpoint has no such files."""
@@ -84,4 +104,8 @@ class ForCheckpoints:
 
     def make_whole(self, values: Any) -> Any:
         """Return nested ``values`` with sharded tensors joined to full ones; all ranks call it."""
-        return values
+        if not self.saves_together:
+            return values
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.make_whole(values, to_cpu=True)

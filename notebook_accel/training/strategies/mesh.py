@@ -28,21 +28,21 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.models import weights_of
+from notebook_accel.training.models import has_parts, weights_of
 from notebook_accel.training.processes.renewal import note_mesh
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_sizes
 from notebook_accel.training.strategies import dtensors, parallelize
+from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.context import SequenceDivider
-from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 # What views call the dimensions of a mesh.
 _LABELS = {"pp": "PP", "dp_replicate": "replicas", "cp": "CP", "tp": "TP"}
 
 
-class MeshParallel(TakesSpreadModels):
+class MeshParallel(Strategy):
     """Strategy for sharded weights and tensor parallelism over one mesh."""
 
     spreads_weights = True
@@ -113,12 +113,12 @@ class MeshParallel(TakesSpreadModels):
             return super().prepare_model(given)
         assert self.mesh is not None
         model = given.model
-        known = [other for other in self._in_parts if other is not model]
+        known = [other for other in self.spread if other is not model]
         others = {id(weight) for other in known for weight in other.parameters()}
         self._refuse_shared_weights(model, others)
         if self._is_spread(model):
             return super().prepare_model(given)
-        self._in_parts.add(model)
+        self.spread.add(model)
         # By module, not by name: wrappers of modules inside change the names. Held weakly: a device
         # has no room for both the shards and the weights before.
         before = [

@@ -36,13 +36,12 @@ from torch.nn import Module, Parameter
 
 from notebook_accel.private import of_torch
 from notebook_accel.training import collectives
-from notebook_accel.training.models import retie_parameters, tied_names
+from notebook_accel.training.models import has_parts, retie_parameters, tied_names
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, compile_in_place
-from notebook_accel.training.strategies.spread_models import has_parts
 
 
 def parallelize(

@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import Module
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.models import retie_parameters, tied_names
-from notebook_accel.training.strategies.spread_models import has_parts
+from notebook_accel.training.models import has_parts, retie_parameters, tied_names
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
