@@ -25,6 +25,8 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
+from torch.distributed import run as torchrun
+
 from notebook_accel.cli.options import add_settings, refuse_option, resolve_options
 from notebook_accel.cli.terminal import LABEL, ranks_in_terminal
 from notebook_accel.config import LaunchConfig
@@ -74,9 +76,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 def launch_parser() -> ArgumentParser:
     """Return torchrun's options and the settings; None where other sources may set an option."""
-    from torch.distributed.run import get_args_parser
-
-    parser: ArgumentParser = get_args_parser()
+    parser: ArgumentParser = torchrun.get_args_parser()
     parser.prog = "notebook-accel launch"
     parser.usage = "notebook-accel launch [options] script.py [arguments of the script]"
     parser.description = "Run a script on several ranks. The first options are torchrun's."
@@ -101,7 +101,6 @@ def run_typed(
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import run
 
     _place_machines(typed, machines, config)
     notices = [*notices, *_prepare_environment(typed, config)]
@@ -112,7 +111,7 @@ def run_typed(
     logging.getLogger(_ELASTIC_LOG).setLevel(logging.CRITICAL)
     try:
         with _killed_with_this_process(), _shown(typed):
-            run(typed)  # type: ignore[no-untyped-call]
+            torchrun.run(typed)  # type: ignore[no-untyped-call]
     except SignalException as error:  # the ranks have ended
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -190,11 +189,10 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
         ConfigError: there are more ranks than devices, or machines do not divide their number.
         LaunchError: the port is in use, or too few files can be opened.
     """
-    from torch.distributed.run import parse_min_max_nnodes
 
     from notebook_accel.training.processes.devices import inventory
 
-    _, num_nodes = parse_min_max_nnodes(typed.nnodes)
+    _, num_nodes = torchrun.parse_min_max_nnodes(typed.nnodes)
     # In a child: to ask a device for its name makes a context on it, which stays.
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as child:
         found = child.submit(inventory).result()
@@ -242,10 +240,8 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
 
 
 def _num_ranks_typed(text: str) -> int:
-    from torch.distributed.run import determine_local_world_size
-
     try:
-        return int(determine_local_world_size(text))
+        return int(torchrun.determine_local_world_size(text))
     except ValueError as error:
         raise ConfigError(f"--nproc_per_node {text}: {error}") from None
 

@@ -12,12 +12,22 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
-    from notebook_accel import Accelerator
+from notebook_accel.cli.launch import launch_parser, run_typed
+from notebook_accel.cli.options import resolve_options
+from notebook_accel.config.engines import ENGINES
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view.plain import PlainView
+from notebook_accel.training.accelerator import Accelerator
+from notebook_accel.training.collectives import broadcast, broadcast_object_list, gather_object
+from notebook_accel.training.processes.random_numbers import set_seed
+from notebook_accel.training.settings.handlers import DataLoaderConfiguration
 
 _NUM_STEPS = 12
 _WIDTH = 8
@@ -27,9 +37,6 @@ _TOLERANCE = 0.05
 
 def test(arguments: Sequence[str]) -> int:
     """``notebook-accel test``, with ``launch``'s options: 0 if all checks passed, else 1."""
-    from notebook_accel.cli.launch import launch_parser, run_typed
-    from notebook_accel.cli.options import resolve_options
-    from notebook_accel.config.engines import ENGINES
 
     parser = launch_parser()
     parser.prog, parser.usage = "notebook-accel test", "notebook-accel test [options of launch]"
@@ -47,9 +54,6 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
-    from notebook_accel.launch.launch_request import LaunchRequest
-    from notebook_accel.launch.launcher import launch
-    from notebook_accel.launch.view.plain import PlainView
 
     run = launch(
         LaunchRequest(
@@ -61,8 +65,6 @@ def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
 
 def check_training() -> bool:
     """Run all checks (collective); rank 0 prints a line for each. True if they passed on all."""
-    from notebook_accel import Accelerator, DataLoaderConfiguration
-    from notebook_accel.training.collectives import gather_object
 
     # Batches are those of one process, divided.
     config = DataLoaderConfiguration(split_batches=True)
@@ -82,7 +84,6 @@ def check_training() -> bool:
 
 
 def _ranks(accelerator: Accelerator) -> tuple[bool, str]:
-    from notebook_accel.training.collectives import gather_object
 
     here = gather_object([accelerator.process_index])  # also from ranks that share their samples
     number = accelerator.num_processes
@@ -91,9 +92,6 @@ def _ranks(accelerator: Accelerator) -> tuple[bool, str]:
 
 
 def _collectives(accelerator: Accelerator) -> tuple[bool, str]:
-    import torch
-
-    from notebook_accel import broadcast
 
     mine = torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)
     total = accelerator.reduce(mine, reduction="sum").item()
@@ -104,7 +102,6 @@ def _collectives(accelerator: Accelerator) -> tuple[bool, str]:
 
 
 def _data(accelerator: Accelerator) -> tuple[bool, str]:
-    import torch
 
     size = 10 * accelerator.num_processes + 1
     data: Any = torch.arange(size)
@@ -126,9 +123,6 @@ def _training(accelerator: Accelerator) -> tuple[bool, str]:
 
 
 def _checkpoint(accelerator: Accelerator) -> tuple[bool, str]:
-    import torch
-
-    from notebook_accel.training.collectives import broadcast_object_list
 
     # DeepSpeed trains one model at a time.
     accelerator.free_memory()
@@ -161,10 +155,6 @@ _CHECKS: dict[str, Callable[[Accelerator], tuple[bool, str]]] = {
 
 
 def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    import torch
-    from torch import nn
-
-    from notebook_accel import set_seed
 
     class Net(nn.Sequential):
         """A model with layers for pipeline stages, and a plan for tensor parallelism."""
@@ -185,7 +175,6 @@ def _steps(
     accelerator: Accelerator, model: Any, optimizer: Any, loader: Any
 ) -> Iterator[torch.Tensor]:
     """Train for one epoch, to the end on all ranks; yield this rank's loss of each step."""
-    from torch.nn.functional import mse_loss
 
     for inputs, targets in loader:
         yield accelerator.forward_backward(model, inputs, targets, mse_loss)
@@ -194,7 +183,6 @@ def _steps(
 
 
 def _losses_of_one_process(model: Any, optimizer: Any, loader: Any) -> list[float]:
-    from torch.nn.functional import mse_loss
 
     losses = []
     for inputs, targets in loader:

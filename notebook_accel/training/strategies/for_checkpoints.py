@@ -1,4 +1,4 @@
-"""What checkpoints ask of a strategy: as it is where a model is whole, or its user has sharded it."""
+"""What checkpoints ask of a strategy: here for a model that is whole, or sharded by its user."""
 
 from __future__ import annotations
 
