@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from notebook_accel.config.mesh_options import MeshOptions
 from notebook_accel.config.setting import documented, settings_of
@@ -244,8 +244,6 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
             device_type: the type of the ranks' devices, such as "cuda" or "cpu".
             dimensions: names of :attr:`sizes`, the innermost last.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
         shape = tuple(self.sizes[name] for name in dimensions)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(dimensions))
         for joined, names in (

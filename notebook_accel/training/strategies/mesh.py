@@ -182,9 +182,6 @@ class MeshParallel(Strategy):
 
     @cached_property
     def _sequences(self) -> SequenceDivider:
-        # Imported here: torch's attention over parts takes a second, for those who use it alone.
-        from notebook_accel.training.strategies.context import SequenceDivider
-
         assert self.mesh is not None
         return SequenceDivider(
             self.mesh["cp"],

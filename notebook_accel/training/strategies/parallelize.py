@@ -40,7 +40,7 @@ from notebook_accel.training.models import has_parts, retie_parameters, tied_nam
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.parallelism import ParallelismConfig
-from notebook_accel.training.strategies import dtensors, fsdp, tensor
+from notebook_accel.training.strategies import context, dtensors, fsdp, stages, tensor
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, compile_in_place
 
 
@@ -76,9 +76,6 @@ def parallelize(
         make_ready(model, home=torch.device("cpu"))
     own_blocks: list[Module] = []
     if "pp" in dimensions:
-        # Imported here: torch's pipelines take seconds, for those who use them alone.
-        from notebook_accel.training.strategies import stages
-
         own_blocks = stages.cut(model, mesh["pp"], parallelism, device)
     if "tp" in dimensions:
         tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
@@ -87,8 +84,6 @@ def parallelize(
         fsdp.checkpoint_activations(chosen, plugin)
     compile_in_place(model, dynamo, own_blocks)
     if "cp" in dimensions:
-        from notebook_accel.training.strategies import context
-
         context.fit_decoder(model)
     kept_whole = {weight for part in ignored for weight in part.parameters()}
     # One dimension shards; of two, the first replicates what the second shards.
