@@ -11,6 +11,7 @@ import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,19 @@ def joined_state_dict(
         if keeps:
             whole[name] = joined[id(value)]
     return whole
+
+
+@contextmanager
+def set_within(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside a ``with`` block; after it they are as before."""
+    before = {name: getattr(target, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
 
 
 def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -202,12 +202,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # One that wraps another steps it inside, which is no step of an unprepared one.
         self._accumulation.is_stepping = True
         try:
-            if self.scaling is not None:
-                self._has_stepped = False
-                result, found = self.scaling.step(self.optimizer, closure)
-                self._note_overflow(found)
-            else:
-                result = self.optimizer.step(*(() if closure is None else (closure,)))
+            result = self._take_step(closure)
         finally:
             self._accumulation.is_stepping = False
         timer.end_step()
@@ -218,16 +213,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         context.count_step(self._device_memory, skipped=self._overflow is True)
         return result
 
-    def _note_overflow(self, found: torch.Tensor | None) -> None:
+    def _take_step(self, closure: Callable[[], float] | None) -> Any:
+        if self.scaling is None:
+            return self.optimizer.step(*(() if closure is None else (closure,)))
+        self._has_stepped = False
+        result, found = self.scaling.step(self.optimizer, closure)
         self._overflow = False
-        if found is None:
-            return
-        if self.optimizer.defaults.get("fused"):  # it skips the step on the device
-            self._overflow = found
-        elif not self._has_stepped:  # torch has read it, to decide whether to step
-            self._overflow = bool(found)
+        if found is not None and self.optimizer.defaults.get("fused"):
+            self._overflow = found  # it skips the step on the device
+        elif found is not None and not self._has_stepped:
+            self._overflow = bool(found)  # torch has read it, to decide whether to step
         if self._overflow is not False:
             self._num_skipped = self._num_skipped + self._overflow
+        return result
 
     def note_made(self) -> None:
         """Keep the settings that the optimizer was made with, once."""

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.models import has_parts
+from notebook_accel.training.models import has_parts, set_within
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig
@@ -179,11 +179,7 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
 @contextmanager
 def _resumed(model: DistributedDataParallel) -> Iterator[None]:
     """Let backward inside a ``with`` block exchange gradients after a forward in ``no_sync``."""
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # The forward under no_sync left the reducer unprepared for an exchange.
-    model.reducer.prepare_for_backward([])
-    try:
+    with set_within(model, require_backward_grad_sync=True, require_forward_param_sync=True):
+        # The forward under no_sync left the reducer unprepared for an exchange.
+        model.reducer.prepare_for_backward([])
         yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch.nn import Module
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.models import set_within
 
 # As it is outside of a block: inside, torch has put its ring in its place.
 _attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
@@ -124,11 +125,10 @@ def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence
             )
 
 
-@contextmanager
 def _replaced_attention(
     group: dist.ProcessGroup, own: torch.Tensor, of_ranks: torch.Tensor
-) -> Iterator[None]:
-    """Replace attention inside a ``with`` block: it gathers keys and values from all ranks.
+) -> AbstractContextManager[None]:
+    """Return a context in which attention gathers keys and values from all ranks.
 
     Each rank computes the rows of its own queries. It is used where torch's ring attention does not
     work (on the CPU).
@@ -137,7 +137,6 @@ def _replaced_attention(
         own: the positions of this rank's part, of shape (part,).
         of_ranks: the positions of all ranks, one rank after the other, of shape (length,).
     """
-    rings = F.scaled_dot_product_attention
 
     @functools.cache  # one for all layers, [part, length]
     def causal_mask() -> torch.Tensor:
@@ -161,11 +160,7 @@ def _replaced_attention(
         mask = causal_mask() if is_causal else None
         return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
-    F.scaled_dot_product_attention = replaced  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = rings
+    return set_within(F, scaled_dot_product_attention=replaced)
 
 
 class _Gathered(torch.autograd.Function):

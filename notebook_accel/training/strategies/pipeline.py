@@ -16,8 +16,8 @@ weights, optimizer states and gradient norms from all stages for the rest of ``t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,10 +34,11 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.files.weights import memory_of
+from notebook_accel.training.models import set_within
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
-from notebook_accel.training.strategies.micro_batches import Pipeline, add_up_gradients
+from notebook_accel.training.strategies.micro_batches import add_up_gradients
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
 _Key = tuple[float, ...]
@@ -178,7 +179,7 @@ class PipelineParallel(MeshParallel):
         pipeline = stages.pipeline_of(model)
         if pipeline is None:
             return super().gradient_sync(model, enabled)
-        return _exchanging(pipeline, enabled)
+        return set_within(pipeline, exchanges_gradients=enabled)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -312,12 +313,3 @@ def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU, joined if it is sharded; all ranks of a stage call it."""
     whole: torch.Tensor = dtensors.make_whole(value.detach())
     return whole.cpu()
-
-
-@contextmanager
-def _exchanging(pipeline: Pipeline, enabled: bool) -> Iterator[None]:
-    before, pipeline.exchanges_gradients = pipeline.exchanges_gradients, enabled
-    try:
-        yield
-    finally:
-        pipeline.exchanges_gradients = before

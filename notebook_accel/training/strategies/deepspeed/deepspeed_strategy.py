@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,7 +26,7 @@ from notebook_accel.private import of_deepspeed
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.files.formats import Format
-from notebook_accel.training.models import joined_state_dict
+from notebook_accel.training.models import joined_state_dict, set_within
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
@@ -190,13 +190,8 @@ class DeepSpeedZero(Strategy):
             return DeepSpeedSchedulerWrapper(own, optimizers, **settings)
         return super().wrap_scheduler(scheduler, optimizers, **settings)
 
-    @contextmanager
-    def gradient_sync(self, model: Module, enabled: bool) -> Iterator[None]:
-        before, self._exchanges = self._exchanges, enabled
-        try:
-            yield
-        finally:
-            self._exchanges = before
+    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[None]:
+        return set_within(self, _exchanges=enabled)
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
         if self.engine is None:

@@ -21,11 +21,11 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from notebook_accel.rank.this_rank import DeviceMemory, current
+from notebook_accel.rank.this_rank import DeviceMemory
+from notebook_accel.training.models import set_within
 from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-from notebook_accel.training.stepping.step_timer import REST, step_timer
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -58,12 +58,8 @@ class DeepSpeedEngineWrapper:
     def clip_and_step(self, max_norm: float) -> float:
         """Step, clipped, if a step is due; return the newest unclipped norm. All ranks call it."""
         if self._is_due:
-            optimizer = self.engine.optimizer
-            before, optimizer.clip_grad = optimizer.clip_grad, max_norm
-            try:
+            with set_within(self.engine.optimizer, clip_grad=max_norm):
                 self.step()
-            finally:
-                optimizer.clip_grad = before
         return self.get_global_grad_norm()
 
     def step(self) -> None:
@@ -125,26 +121,15 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         super().__init__(optimizer, False, accumulation=accumulation, device_memory=device_memory)
         self._engine = engine
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take the step at the last accumulated batch; do nothing at earlier batches.
-
-        Raises:
-            NotImplementedError: a closure was given, which DeepSpeed does not support.
-        """
+    def _take_step(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
             raise NotImplementedError(
                 "DeepSpeed steps without a closure: call accelerator.backward(loss) and then "
                 "optimizer.step()"
             )
-        if self._accumulation.sync_gradients:
-            current().begin_step()
-            timer = step_timer()
-            timer.mark(REST)
-            self._engine.step()
-            timer.end_step()
-            self._accumulation.note_step()
-            self.num_steps += not self.step_was_skipped
-            current().count_step(self._device_memory, skipped=self.step_was_skipped)
+        self._engine.step()
+        self._overflow = self._engine.step_was_skipped
+        self._num_skipped = self._num_skipped + self._overflow
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that was not taken; keep those being accumulated."""
@@ -152,11 +137,6 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def drop_gradients(self) -> None:
         self._engine.drop_all()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because a gradient overflowed."""
-        return self._engine.step_was_skipped
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
