@@ -1,12 +1,12 @@
 """``Preparation``: prepares the objects of one ``Accelerator``, and keeps lists of them.
 
-The way of a model; an optimizer goes alike::
+The way of a model; an optimizer goes alike. No room is entered twice::
 
-    Accelerator.prepare
-      -> Preparation.prepare            the kinds of objects one after the other
-      -> Accelerator.prepare_model      which a subclass may override
-      -> Preparation.prepare_model      precision; entry in the list
-      -> Strategy.prepare_model         moved, compiled, wrapped or sharded
+    Accelerator.prepare             accelerator.py
+      Preparation.prepare           here: the kinds of objects one after the other
+        Accelerator.prepare_model   which a subclass may override
+          Preparation.prepare_model     unwrapped, its precision set (precision/), kept in the list
+            Strategy.prepare_model      strategies/: moved, compiled, wrapped or sharded
 """
 
 from __future__ import annotations
