@@ -3,8 +3,8 @@
 ``distribute`` makes prepared loaders from the user's. If each rank reads its own samples,
 ``samplers`` and ``iterable_datasets`` choose them; if rank 0 reads for all ranks, ``rounds``
 divides its batches. ``loaders`` and ``dispatch`` have the classes of prepared loaders, and
-``replay`` gives a resumed epoch the samples and random numbers that it would have had without the
-interruption. ``stepping/active_loaders`` tells which loader is being iterated.
+``index_source`` gives a resumed epoch the samples and random numbers that it would have had without
+the interruption. ``stepping/active_loaders`` tells which loader is being iterated.
 
 Three words are used throughout. A *round* is the samples on which all ranks work at the same step,
 a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data
