@@ -97,7 +97,8 @@ def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
     """Return a logger's settings as arguments of ``_apply_logger``; None if it has the defaults."""
     is_root = logger is logging.root
     # A library that is imported in a rank adds its own handlers there: lines would come twice.
-    is_of_library = not is_root and logger.name.partition(".")[0] in sys.modules
+    top = logger.name.partition(".")[0]
+    is_of_library = not is_root and top in sys.modules and top != "__main__"
     handlers = [] if is_of_library else [_handler(handler) for handler in logger.handlers]
     if not (logger.level or handlers or logger.disabled or not logger.propagate):
         return None

@@ -60,8 +60,9 @@ logging.getLogger("mine").setLevel(logging.DEBUG)
 logging.getLogger("quiet").disabled = 1  # as logging.config.fileConfig sets it
 path = tempfile.mktemp() + "\\udcff"  # a name that is not UTF-8
 to_file = logging.FileHandler(path, mode="w")
-logging.getLogger("filed").addHandler(to_file)
-logging.getLogger("filed").propagate = 0
+for name in ("filed", __name__):
+    logging.getLogger(name).addHandler(to_file)
+    logging.getLogger(name).propagate = 0
 logging.getLogger("filed").warning("notebook")
 warnings.filterwarnings("error", message="now an err.r", category=UserWarning)
 warnings.filterwarnings("ignore", message="not a word", module="__main__")
@@ -91,6 +92,7 @@ def logs():
 
 def files():
     logging.getLogger("filed").warning("rank " + os.environ.get("RANK", "none"))
+    logging.getLogger(__name__).warning("cell of rank " + os.environ.get("RANK", "none"))
     return open(path).read().split(chr(10))
 
 def warned():
@@ -155,8 +157,9 @@ def test_levels_and_plain_handlers_of_logging_reach_the_ranks(
 
 def test_a_log_file_is_added_to_and_never_cut(seen: dict[str, Any]) -> None:
     lines = seen["files"]["here"]
-    assert (lines[0], lines[-2:]) == ("notebook", ["rank none", ""])
-    assert sorted(lines[1:-2]) == ["rank 0", "rank 0", "rank 1", "rank 1"]
+    assert (lines[0], lines[-3:]) == ("notebook", ["rank none", "cell of rank none", ""])
+    of_ranks = [f"{of}rank {rank}" for of in ("cell of ", "") for rank in (0, 0, 1, 1)]
+    assert sorted(lines[1:-3]) == of_ranks
 
 
 def test_warning_filters_reach_the_ranks(seen: dict[str, Any]) -> None:
