@@ -183,12 +183,13 @@ class Server:
             with ours, theirs:
                 pid = fork(lambda: _answer_devices(Channel(theirs), message.environment, me))
                 theirs.close()
+                channel = Channel(ours)
                 ours.settimeout(_ANSWER_SECONDS)
                 with (
                     processes.acting_on_exit(self._kernel, self._end_everything),
                     contextlib.suppress(EOFError, OSError),
                 ):
-                    answer, _ = Channel(ours).receive()
+                    answer, _ = channel.receive()
                 processes.kill_tree([pid])
                 os.waitpid(pid, 0)
         except OSError as error:  # no room for one more process, or for a descriptor

@@ -118,6 +118,9 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        # The notebook's `socket.setdefaulttimeout` makes each new socket one that does not block,
+        # and that goes with its descriptor into another process.
+        sock.setblocking(True)
         self._socket = sock
         self._incoming = bytearray()
         self._incoming_fds: deque[int] = deque()
