@@ -44,13 +44,12 @@ from notebook_accel.launch.control.run_state import Failure, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.payload import Packed, PackedCall, Registry, unpack_exception
-from notebook_accel.launch.payload.notebook_state import capture
+from notebook_accel.launch.payload import PackedCall, Registry, unpack_exception
 from notebook_accel.launch.run import Run
+from notebook_accel.launch.setup.notebook_state import capture
 from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.private.of_debugpy import without_debugger
 from notebook_accel.system.interrupts import held
@@ -105,7 +104,7 @@ def launch_detached(
         notebook=pickle.dumps(capture(request.config.seed)),
         run_id=request.run_id or new_run_id(),
     )
-    described = replace(packed, packed=Packed(), registry=Registry())
+    about = {"models": packed.models, "uses_torch": packed.uses_torch}
     with without_debugger(), tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
@@ -126,9 +125,10 @@ def launch_detached(
                 check=False,
             )
         try:
-            with sendable(packed.packed) as (packet, fds):
-                pickled = pickle.dumps((asked, described, import_path(), followed()))
-                channel.send(wire.Detach(request=pickled, payload=packet), fds)
+            pickled = pickle.dumps((asked, about, import_path(), followed()))
+            payload = packed.parcel.packet
+            channel.send(wire.Detach(request=pickled, payload=payload), packed.parcel.fds)
+            packed.parcel.close()
             first, _ = channel.receive()
         except (OSError, EOFError) as error:
             stderr.seek(0)

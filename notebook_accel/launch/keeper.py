@@ -21,7 +21,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import msgspec
 
@@ -30,13 +29,12 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.launcher import launch_packed
-from notebook_accel.launch.payload import pack_exception
+from notebook_accel.launch.payload import PackedCall, Parcel, pack_exception
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.segment import unpack
 from notebook_accel.system.open_files import raise_limit
 from notebook_accel.system.processes import is_readable
 
@@ -66,12 +64,12 @@ def serve(fd: int) -> None:
         return
     assert isinstance(message, wire.Detach), message
     # From the process that started this one, over a private pair.
-    request, packed, sys.path[:], imports = pickle.loads(message.request)
+    request, about, sys.path[:], imports = pickle.loads(message.request)
     try:
         if imports:
             warm()
             follow(imports)
-        packed = replace(packed, packed=unpack(message.payload, fds))
+        packed = PackedCall(parcel=Parcel(message.payload, fds), **about)
         call = call_of(launch_packed(request, packed))
         folder = call.folder.path
         try:

@@ -43,7 +43,6 @@ from notebook_accel.launch.run import Run, call_of, raise_error
 from notebook_accel.launch.scripts.export import script_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
-from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.rank.knob_limits import checked
 from notebook_accel.system.interrupts import Presses, held
@@ -204,12 +203,11 @@ class Session:
 
     @contextlib.contextmanager
     def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
-        with sendable(packed.packed) as (packet, fds):
-            call = RankCall(self._pool, packed, new)
-            with call.sent(packet, fds, last=False):
-                self.newest_call = Run(call)
-                yield call
-            self._registry = packed.registry
+        call = RankCall(self._pool, packed, new)
+        with call.sent(last=False):
+            self.newest_call = Run(call)
+            yield call
+        self._registry = packed.registry
 
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})
@@ -353,14 +351,15 @@ def _waited(run: Run) -> Run:
 
 
 def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall:
-    return pack_call(
-        request.function,
-        request.args,
-        request.kwargs,
-        sources=request.sources,
-        session=session,
-        setup=request.setup,
-    )
+    with naming_what_is_short():
+        return pack_call(
+            request.function,
+            request.args,
+            request.kwargs,
+            sources=request.sources,
+            session=session,
+            setup=request.setup,
+        )
 
 
 def _plan(engine: Engine, request: LaunchRequest, *, ranks_stay: bool = False) -> RankPlan:

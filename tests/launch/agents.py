@@ -21,7 +21,6 @@ from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.launch.transport.segment import pack
 from notebook_accel.system import processes
 from tests.engines.processes import below
 from tests.waiting import eventually
@@ -77,9 +76,9 @@ class AgentByHand:
 
     def call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> int:
         self._calls += 1
-        packet, fds = pack(payload.pack_call(function, args).packed)
-        given = {"run": self.run, "call": self._calls, "payload": packet, "grace": 10.0}
-        self.channel.send(wire.BeginCall(**{**given, **fields}), fds)
+        parcel = payload.pack_call(function, args).parcel
+        given = {"run": self.run, "call": self._calls, "payload": parcel.packet, "grace": 10.0}
+        self.channel.send(wire.BeginCall(**{**given, **fields}), parcel.fds)
         return self._calls
 
     def say(self, kind: type[wire.Message], /, **fields: Any) -> None:

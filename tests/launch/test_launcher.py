@@ -35,11 +35,11 @@ from notebook_accel import (
     WorkerError,
 )
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import payload
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
-from notebook_accel.launch.transport import segment
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below
@@ -609,7 +609,7 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(
     before, opened = (sorted(os.listdir(tmp_path / "runs")), len(runs())), open_descriptors()
     with monkeypatch.context() as patch:
         full = OSError(24, "Too many open files")
-        patch.setattr(segment, "pack", lambda *_, **__: (_ for _ in ()).throw(full))
+        patch.setattr(payload, "pack", lambda *_, **__: (_ for _ in ()).throw(full))
         with pytest.raises(LaunchError, match="too many files open: its limit is"):
             on_cpu(lambda: weights)
         full = OSError(12, "Cannot allocate memory")

@@ -61,7 +61,7 @@ from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, 
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
-from notebook_accel.launch.payload import CellSource, Packed, PackedCall
+from notebook_accel.launch.payload import CellSource, PackedCall, Parcel
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.system.interrupts import Latch, Presses, held
@@ -249,7 +249,23 @@ class RankCall(Call):
     metrics: MetricStore
     can_act = True
 
-    def __init__(self, pool: RankPool, packed: PackedCall, new: NewCall) -> None:
+    def __init__(
+        self,
+        pool: RankPool,
+        packed: PackedCall,
+        new: NewCall,
+        *,
+        start_again: Callable[[int], RankPool] | None = None,
+        close: Callable[[str], object] = bool,
+    ) -> None:
+        """Make the call, which is not sent yet.
+
+        Args:
+            start_again: given the number of a restart, from 1 on, starts new ranks and returns
+                their pool, whose thread this call starts; up to ``config.max_restarts`` times after
+                a failure. None if a failure ends the run.
+            close: called with the run's last status once the run has ended.
+        """
         is_detached = new.state.detached
         super().__init__(
             new,
@@ -266,16 +282,15 @@ class RankCall(Call):
             resume=new.resume,
             knobs=dict(new.knobs),
         )
-        self._fds: tuple[int, ...] = ()
-        # The run keeps what its advice needs, and none of its arguments: what the person drops
-        # while it goes on is freed.
-        self._advised = replace(packed, packed=Packed()) if new.advise else None
+        # Until it has been sent for the last time. The run keeps what its advice needs, and none of
+        # its arguments: what the person drops while it goes on is freed.
+        self._parcel: Parcel | None = packed.parcel
+        self._advises, self._models, self._uses_torch = new.advise, packed.models, packed.uses_torch
         self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
         self._labels = {source.filename: source.label for source in new.sources}
         self._hangs = HangWatch(self._labels)
         self.curves = LiveCurves()
-        self._start_again: Callable[[int], RankPool] | None = None
-        self._close: Callable[[str], None] | None = None
+        self._start_again, self._close = start_again, close
         self._num_restarts = 0
         self._first_notices = self.state.notices
         self._verdict: Verdict | None = None
@@ -351,23 +366,8 @@ class RankCall(Call):
 
     # ---- its sending
 
-    def close_by(self, close: Callable[[str], None]) -> None:
-        """Have ``close`` called with the run's last status once the run has ended."""
-        self._close = close
-
-    def restart_by(self, start_again: Callable[[int], RankPool]) -> None:
-        """Have the ranks restarted after a failure, up to ``config.max_restarts`` times.
-
-        Called before :meth:`sent`. If it is never called, a failure ends the run.
-
-        Args:
-            start_again: given the number of the restart, from 1 on, starts new ranks and returns
-                their pool. This call then sends itself to them, and starts the pool's thread.
-        """
-        self._start_again = start_again
-
     @contextlib.contextmanager
-    def sent(self, packet: wire.Packet, fds: tuple[int, ...], *, last: bool) -> Iterator[None]:
+    def sent(self, *, last: bool) -> Iterator[None]:
         """Send the call to the ranks, and run the block in which the launcher opens its run.
 
         Messages from the ranks are handled only after the block, when the run and its view exist.
@@ -378,21 +378,19 @@ class RankCall(Call):
                 thread is then started at the end of the block. False for a call of a session.
         """
         pool = self._pool
-        message = msgspec.structs.replace(self._message, payload=packet, last=last)
+        self._message = msgspec.structs.replace(self._message, last=last)
         with pool.paused():
             pool.check_free()
             try:
-                if self._start_again is not None:
-                    self._message, self._fds = message, tuple(map(os.dup, fds))
-                pool.send_call(self, message, fds)
+                self._send(pool)
                 yield
             except BaseException:
                 # A session's other calls are not ours to end: kill only if this call was sent (it
                 # has a number then), or the ranks exist for it alone.
                 if self.number or last:
                     self.kill()
-                self._drop_files()
-                self._tell_end("failed")
+                self._drop_parcel()
+                self._close("failed")
                 raise
             finally:
                 # Also where the run could not be opened: without its thread nobody sees the ranks
@@ -400,11 +398,18 @@ class RankCall(Call):
                 if last:
                     pool.start()
 
-    def move_to(self, pool: RankPool, message: wire.BeginCall, fds: Sequence[int]) -> None:
+    def _send(self, pool: RankPool) -> None:
+        assert self._parcel is not None, "sent for the last time"
+        message = msgspec.structs.replace(self._message, payload=self._parcel.packet)
+        pool.send_call(self, message, self._parcel.fds)
+        if self._start_again is None and not pool.is_awaited:
+            self._drop_parcel()
+
+    def move_to(self, pool: RankPool) -> None:
         """Send the call to other ranks, which take the place of those before."""
         try:
             self._renew(pool)
-            pool.send_call(self, message, fds)
+            self._send(pool)
         except BaseException:
             pool.kill()
             raise
@@ -433,15 +438,10 @@ class RankCall(Call):
         self._change(lambda state: replace(state, ranks=tuple(ranks)))
         self.finish(())
 
-    def _tell_end(self, outcome: str) -> None:
-        if self._close is not None:
-            self._close(outcome)
-
-    def _drop_files(self) -> None:
-        """Close the file descriptors that only a restart would need."""
-        fds, self._fds = self._fds, ()
-        for fd in fds:
-            os.close(fd)
+    def _drop_parcel(self) -> None:
+        if self._parcel is not None:
+            self._parcel.close()
+            self._parcel = None
 
     # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
@@ -563,25 +563,24 @@ class RankCall(Call):
 
         If the call has failed and may be restarted, it goes on with new ranks instead.
         """
-        if self._start_again is not None:
-            if self._verdict is None and self._begins_again(self._start_again, lost):
-                return
-            self._drop_files()
+        if self._verdict is None and self._begins_again(lost):
+            return
+        self._drop_parcel()
         try:
             with self._state_lock:
                 self._set_final_state(lost)
         except Exception as error:  # in the pool's only thread: who waits would wait for ever
             self._fail_by(error)
         finally:
-            self._tell_end(self.state.status)
+            self._close(self.state.status)
             self._context.run(self.view.close, self.state)
             self.curves = None
             self.ended.set()
 
-    def _begins_again(
-        self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
-    ) -> bool:
+    def _begins_again(self, lost: Sequence[LostAgent]) -> bool:
         """Restart the ranks if the call failed and a restart is left; return whether it did."""
+        if self._start_again is None:
+            return False
         with self._state_lock:
             state, verdict = self.state, self._judged(lost)
         most, number = self.config.max_restarts, self._num_restarts + 1
@@ -595,10 +594,9 @@ class RankCall(Call):
         before.await_agents()
         try:
             self._num_restarts = number
-            message = self._message
-            if message.resume and state.checkpoint:  # it is further than the one it began with
-                message = msgspec.structs.replace(message, resume=state.checkpoint)
-            self.move_to(start_again(number), message, self._fds)
+            if self._message.resume and state.checkpoint:  # further than the one it began with
+                self._message = msgspec.structs.replace(self._message, resume=state.checkpoint)
+            self.move_to(self._start_again(number))
         except Exception as error:  # in the pool's only thread; and the failure is told in any case
             text = f"the ranks could not be started again: {error}"
             with self._state_lock:
@@ -633,7 +631,7 @@ class RankCall(Call):
             traceback="".join(traceback.format_exception(error)),
         )
         with self._state_lock:
-            self.results = self._advised = None
+            self.results = None
             self.state = replace(
                 self.state, status="failed", ended=self.state.now(), failure=failure
             )
@@ -650,13 +648,13 @@ class RankCall(Call):
         state = replace(
             self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
         )
-        results, advised = self.results, self._advised
+        results = self.results
         assert results is not None, "nothing comes after the end"
-        # Results may be large, and what advice needs holds objects of the notebook: from here on
-        # only the run's handle keeps results.
-        self.results = self._advised = None
+        # Results may be large: from here on only the run's handle keeps them.
+        self.results = None
         lines = [self.metrics.lost_notice, *results.lost]
-        lines += closing_advice(self.state, advised) if advised is not None else ()
+        if self._advises:
+            lines += closing_advice(self.state, self._models, uses_torch=self._uses_torch)
         if len({state.ranks[rank].steps for rank in results.rescued_from}) > 1:
             results.drop_rescued()
             lines.append("what was being trained is not kept: the ranks were within a step")

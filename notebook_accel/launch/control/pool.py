@@ -82,7 +82,12 @@ class RankPool:
 
     Engines make pools. The public methods may be called from any thread; most private ones run in
     the pool's own thread, which listens to the agents.
+
+    Attributes:
+        is_awaited: whether there are no ranks yet (waiting.py).
     """
+
+    is_awaited = False
 
     def __init__(
         self, links: Sequence[AgentLink], *, run: str, grace: float, log_dir: Path

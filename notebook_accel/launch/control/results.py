@@ -15,7 +15,7 @@ from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.launch import payload
-from notebook_accel.launch.transport.segment import unpack
+from notebook_accel.launch.payload.packets import unpack
 
 
 class Results:

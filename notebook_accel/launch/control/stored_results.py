@@ -16,7 +16,7 @@ from notebook_accel import wire
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_folder import lost_files_notice
-from notebook_accel.launch.transport.segment import unpack
+from notebook_accel.launch.payload.packets import unpack
 from notebook_accel.system.own_files import own_file
 
 

@@ -31,7 +31,6 @@ from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.hang import place_of_wait
 from notebook_accel.launch.control.run_state import Failure, RankState, RunState
-from notebook_accel.launch.payload import PackedCall
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.system.processes import describe_exit, signal_name
@@ -317,13 +316,17 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
 # nothing.
 
 
-def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
-    """Return a line for each likely mistake in a run; [] if a rank did not return."""
-    lines = _lost_models(last, packed)
+def closing_advice(last: RunState, models: Sequence[str], *, uses_torch: bool) -> list[str]:
+    """Return a line for each likely mistake in a run; [] if a rank did not return.
+
+    Args:
+        models: names of the notebook's models that the function uses.
+    """
+    lines = _lost_models(last, models)
     has_group = any(rank.made_group for rank in last.ranks)
     has_succeeded = all(rank.returned for rank in last.ranks)
     # A function without torch trains nothing: copies that run on their own are what it wants.
-    if packed.uses_torch and last.world_size > 1 and has_succeeded and not has_group:
+    if uses_torch and last.world_size > 1 and has_succeeded and not has_group:
         lines.append(
             f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "
             "own (make an Accelerator in it, or call torch.distributed.init_process_group)"
@@ -331,12 +334,12 @@ def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
     return lines
 
 
-def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
+def _lost_models(last: RunState, models: Sequence[str]) -> list[str]:
     """Return advice if ranks used copies of notebook models and returned None."""
     has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
-    if not packed.models or not has_nothing:
+    if not models or not has_nothing:
         return []
-    names = ", ".join(f"`{name}`" for name in packed.models)
+    names = ", ".join(f"`{name}`" for name in models)
     line = (
         f"{last.name} used {names} of the notebook and returned None: the notebook's own stays as "
         "it was; return what you want to keep"

@@ -7,12 +7,10 @@ stopped, or they do not come: the call ends
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from notebook_accel import wire
 from notebook_accel.launch.control.call import RankCall
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_state import ProcessState
@@ -24,6 +22,8 @@ class _StoppedError(Exception):
 
 class WaitingPool(RankPool):
     """What the call of a run is sent to while the machines of its ranks are awaited."""
+
+    is_awaited = True
 
     def __init__(
         self, start: Callable[[WaitingPool], RankPool], world_size: int, *, run: str, grace: float
@@ -39,9 +39,8 @@ class WaitingPool(RankPool):
     def check_free(self) -> None:
         return
 
-    def send_call(self, call: Any, message: wire.BeginCall, fds: Sequence[int]) -> None:
+    def send_call(self, call: Any, *_: object) -> None:
         self.late_call: RankCall = call
-        self._message, self._fds = message, [os.dup(fd) for fd in fds]
         call.begin(1)
 
     def poll(self) -> None:
@@ -53,14 +52,11 @@ class WaitingPool(RankPool):
         with self._turn:  # until the run is listed and shown
             call = self.late_call
         try:
-            call.move_to(self._start(self), self._message, self._fds)
+            call.move_to(self._start(self))
         except _StoppedError:
             call.end_unstarted("")
         except Exception as error:  # in the only thread that can end the call
             call.end_unstarted(str(error) or type(error).__name__)
-        finally:
-            for fd in self._fds:
-                os.close(fd)
 
     def stop(self, **_asked: Any) -> None:
         self._is_stopped = True

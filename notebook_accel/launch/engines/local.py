@@ -36,7 +36,6 @@ from notebook_accel.launch.control.waiting import WaitingPool
 from notebook_accel.launch.engines.engine import Engine, RankPlan
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall
-from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.rank_environment import (
     ON_CPU,
     WITHOUT_DEVICES,
@@ -44,10 +43,10 @@ from notebook_accel.launch.rank_environment import (
     rank_environment,
     variables_of_choice,
 )
+from notebook_accel.launch.setup.notebook_state import capture
 from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.transport.channel import Channel
-from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes, scratch
 from notebook_accel.system.interrupts import held
@@ -98,8 +97,7 @@ class AgentEngine(Engine):
             plan = replace(plan, environment=variables)
             return self.start_ranks(of_ranks, plan, run=folder.id, log_dir=folder.path)
 
-        # Before any rank is started: where there is no memory for it, nothing is to be undone.
-        with sendable(packed.packed) as (packet, fds), held():
+        with held():
             pool: RankPool
             if plan.is_awaited:
                 state = pickle.dumps(capture(request.config.seed))
@@ -108,11 +106,9 @@ class AgentEngine(Engine):
                 pool = WaitingPool(start, plan.world_size, run=folder.id, grace=grace)
             else:
                 pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
-            call = RankCall(pool, packed, new)
-            call.close_by(self.close)
-            if request.config.max_restarts:
-                call.restart_by(start_again)
-            with call.sent(packet, fds, last=True):
+            again = start_again if request.config.max_restarts else None
+            call = RankCall(pool, packed, new, start_again=again, close=self.close)
+            with call.sent(last=True):
                 yield call
 
     def _start_late(

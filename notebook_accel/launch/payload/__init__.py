@@ -1,7 +1,7 @@
 """Pickling of a function and its arguments for the ranks, and of results on the way back.
 
     notebook                                          rank
-    pack_call -> Packed ------------------------> unpack_call -> UnpackedCall
+    pack_call -> PackedCall --Parcel--> Packed --> unpack_call -> UnpackedCall
     unpack_result, unpack_exception <- Packed, bytes - pack_result, pack_exception
 
 The buffers of a :class:`Packed` are views of the memory of CPU tensors, not copies; only small
@@ -31,6 +31,7 @@ from notebook_accel.launch.payload.culprits import (
     pickled,
     variables,
 )
+from notebook_accel.launch.payload.packets import Packed, Parcel, pack
 from notebook_accel.launch.payload.pickling import (
     CallPickler,
     LeftInRank,
@@ -48,6 +49,7 @@ __all__ = [
     "CellSource",
     "Packed",
     "PackedCall",
+    "Parcel",
     "Registry",
     "UnpackedCall",
     "name_cells",
@@ -61,20 +63,6 @@ __all__ = [
 ]
 
 P = TypeVar("P", CallPickler, ResultPickler)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A pickled value; the memory of its tensors and arrays is outside of the pickle (out of band).
-
-    Attributes:
-        buffers: first a pickle: of a call, the sources of the notebook cells that define its
-            functions, and what ranks do before they unpickle it; of a result, the numbers of the
-            notebook's objects in it. Then the memory of each tensor and array; last, the pickle
-            itself. All are contiguous views of bytes.
-    """
-
-    buffers: tuple[memoryview, ...] = ()
 
 
 @dataclass
@@ -109,8 +97,8 @@ class Registry:
 class PackedCall:
     """A pickled function with its arguments, ready for any number of ranks."""
 
-    packed: Packed
-    registry: Registry
+    parcel: Parcel
+    registry: Registry = field(default_factory=Registry)
     notices: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     uses_torch: bool = False
@@ -164,7 +152,7 @@ def pack_call(
     used_sources = tuple(source for source in sources if source.filename in files)
     module_class = getattr(sys.modules.get("torch.nn"), "Module", ())
     return PackedCall(
-        packed=_as_packed(body, buffers, (used_sources, tuple(setup))),
+        parcel=Parcel(*pack(_as_packed(body, buffers, (used_sources, tuple(setup))))),
         registry=Registry(
             sent=dict(enumerate(pickler.sent, session.num_sent)),
             earlier=WeakValueDictionary(before),

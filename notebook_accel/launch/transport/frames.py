@@ -49,8 +49,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from notebook_accel import wire
-from notebook_accel.launch.transport import segment
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.system import segment
 from notebook_accel.system.processes import is_readable
 
 # Bytes of a stream in one frame: so many that headers cost nothing, and so few that a stop is not

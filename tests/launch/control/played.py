@@ -22,8 +22,8 @@ from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import starting
+from notebook_accel.launch.payload.packets import pack
 from notebook_accel.launch.transport.channel import Channel
-from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:

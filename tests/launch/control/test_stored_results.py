@@ -10,7 +10,7 @@ import pytest
 
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.payload import pack_result
-from notebook_accel.launch.transport.segment import pack
+from notebook_accel.launch.payload.packets import pack
 from tests.descriptors import open_descriptors
 
 

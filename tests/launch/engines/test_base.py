@@ -14,8 +14,6 @@ from notebook_accel.launch.engines import local
 from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import AgentEngine
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.payload import pack_call
-from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
@@ -39,10 +37,7 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         [agent] = run.agents
         call = run.new_call()
-        with (
-            sendable(pack_call(len, ()).packed) as (packet, fds),
-            call.sent(packet, fds, last=False),
-        ):
+        with call.sent(last=False):
             call.stop()
             call.kill()
         said = [agent.next() for _ in range(3)]

@@ -19,7 +19,8 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload
-from notebook_accel.launch.transport import segment
+from notebook_accel.launch.payload.packets import unpack
+from notebook_accel.system import segment
 
 if TYPE_CHECKING:
     import pytest
@@ -50,9 +51,13 @@ class Ranks:
         self._socket.close()
         self._process.wait(_SECONDS)
 
-    def call(self, packed: payload.Packed) -> tuple[dict[str, Any], tuple[memoryview, ...]]:
-        _send(self._socket, packed, cwd=os.getcwd(), path=sys.path)
+    def call(self, packed: payload.PackedCall) -> tuple[dict[str, Any], tuple[memoryview, ...]]:
+        _send(self._socket, opened(packed), cwd=os.getcwd(), path=sys.path)
         return _receive(self._socket)
+
+
+def opened(packed: payload.PackedCall) -> payload.Packed:
+    return unpack(packed.parcel.packet, [*map(os.dup, packed.parcel.fds)])
 
 
 class Notebook:
@@ -82,7 +87,7 @@ class Notebook:
 
     def launch(self, function: str, *args: Any, **kwargs: Any) -> Any:
         packed = self.pack(function, *args, **kwargs)
-        reply, buffers = self._ranks.call(packed.packed)
+        reply, buffers = self._ranks.call(packed)
         if reply["kind"] == "raised":
             error = payload.unpack_exception(reply["pickled"], packed.registry)
             raise Raised(reply["text"], error)

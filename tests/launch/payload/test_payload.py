@@ -15,8 +15,9 @@ import torch
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
+from notebook_accel.launch.payload.packets import pack
 from notebook_accel.private import of_transformers
-from tests.launch.payload.clean_ranks import Notebook, Raised
+from tests.launch.payload.clean_ranks import Notebook, Raised, opened
 
 # ---- out by value --------------------------------------------------------------------------
 
@@ -558,7 +559,9 @@ def test_less_usual_tensors_travel(notebook: Notebook) -> None:
     assert storage.tolist() == notebook["dense"].untyped_storage().tolist()
 
 
-def test_a_big_tensor_is_never_copied_into_the_pickle(notebook: Notebook) -> None:
+def test_a_big_tensor_is_never_copied_into_the_pickle(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notebook.cell("""
         import torch
         big = torch.zeros(75_000_000)
@@ -567,7 +570,11 @@ def test_a_big_tensor_is_never_copied_into_the_pickle(notebook: Notebook) -> Non
             big[::1000] += 1
             return int(big.sum()), big[:5].clone(), text
     """)
-    packed = notebook.pack("train").packed
+    seen: list[payload.Packed] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(payload, "pack", lambda packed: (seen.append(packed), pack(packed))[1])
+        notebook.pack("train")
+    [packed] = seen
     assert packed.buffers[0].nbytes < 10_000
     assert max(view.nbytes for view in packed.buffers) == 300_000_000
     address = np.frombuffer(packed.buffers[1], dtype=np.uint8).ctypes.data
@@ -750,7 +757,7 @@ def test_the_cells_sources_are_there(notebook: Notebook) -> None:
     text = str(caught.value)
     assert 'Cell In[2], line 7, in fail\n    raise ValueError("too bad")' in text
     assert "/nowhere/" not in text
-    packed = notebook.pack("train").packed
+    packed = opened(notebook.pack("train"))
     assert b"unused = 1" not in bytes(packed.buffers[0])
 
 

@@ -25,7 +25,7 @@ _LAUNCHER = """
         sources = [payload.CellSource(f, f"Cell In[{n}]", "".join(linecache.getlines(f)))
                    for f, n in files]
         packed = payload.pack_call(function, args, sources=sources)
-        reply, buffers = ranks.call(packed.packed)
+        reply, buffers = ranks.call(packed)
         if reply["kind"] == "raised":
             raise Raised(reply["text"], None)
         return payload.unpack_result(payload.Packed(buffers), packed.registry)

@@ -14,9 +14,9 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.payload.packets import pack, unpack
 from notebook_accel.launch.transport.channel import ProtocolError, encode
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.launch.transport.segment import pack, unpack
 from tests.descriptors import open_descriptors
 from tests.launch.transport.test_channel import beside, frame
 

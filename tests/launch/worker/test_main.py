@@ -17,13 +17,14 @@ from notebook_accel import wire
 from notebook_accel.actions.scoreboard import RankRow, Scoreboard
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload
+from notebook_accel.launch.payload.packets import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.segment import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.worker import groups, main
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
 from notebook_accel.launch.worker.main import Inherited, Outcome, Worker, _hint, _says_lost_peer
 from notebook_accel.launch.worker.tracebacks import shorten
 from notebook_accel.rank.this_rank import LaunchedContext
+from tests.descriptors import open_descriptors
 
 
 @pytest.fixture
@@ -191,11 +192,7 @@ def new_context() -> LaunchedContext:
 
 
 def outcome_of(
-    packet: wire.Packet,
-    fds: tuple[int, ...],
-    context: LaunchedContext,
-    *,
-    is_interrupted: bool = False,
+    parcel: payload.Parcel, context: LaunchedContext, *, is_interrupted: bool = False
 ) -> Outcome:
     before = signal.getsignal(signal.SIGINT)
     row = RankRow()
@@ -203,8 +200,8 @@ def outcome_of(
     try:
         worker = new_worker()
         worker.context, worker.interrupts = context, Interrupts(row)
-        message = wire.BeginCall(run="r", call=1, payload=packet, grace=1.0)
-        return worker.run_call(message, [*fds])
+        message = wire.BeginCall(run="r", call=1, payload=parcel.packet, grace=1.0)
+        return worker.run_call(message, [*map(os.dup, parcel.fds)])
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -228,8 +225,8 @@ def test_a_stream_of_the_users_own_hides_no_error(
     stream: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    packet, fds = pack(payload.pack_call(leave, (KeyError("lost"),)).packed)
-    outcome = outcome_of(packet, fds, new_context())
+    parcel = payload.pack_call(leave, (KeyError("lost"),)).parcel
+    outcome = outcome_of(parcel, new_context())
     assert isinstance(outcome.message, wire.Raised)
     assert outcome.message.type_name == "KeyError"
 
@@ -243,8 +240,8 @@ def test_what_was_put_off_is_done_however_the_function_is_left(
 ) -> None:
     context, done = new_context(), []
     context.before_return["it"] = lambda: done.append("it")
-    packet, fds = pack(payload.pack_call(leave, (error,)).packed)
-    outcome_of(packet, fds, context)
+    parcel = payload.pack_call(leave, (error,)).parcel
+    outcome_of(parcel, context)
     assert done == ["it"] * is_finished
 
 
@@ -262,8 +259,8 @@ def leave_by(code: object) -> None:
     [(True, 1), (256, 1), (-1, 255), (0.0, 1), (np.int64(0), 1), (np.zeros(2), 1), (Wordless(), 1)],
 )
 def test_whatever_the_function_exits_with_is_told(code: object, exitcode: int) -> None:
-    packet, fds = pack(payload.pack_call(leave_by, (code,)).packed)
-    outcome = outcome_of(packet, fds, new_context())
+    parcel = payload.pack_call(leave_by, (code,)).parcel
+    outcome = outcome_of(parcel, new_context())
     assert isinstance(outcome.message, wire.Raised)
     assert (outcome.message.kind, outcome.message.exitcode) == ("exit", exitcode)
     assert outcome.exitcode == exitcode
@@ -279,9 +276,9 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
         signal.raise_signal(signal.SIGINT)
         return packet, fds
 
-    packet, fds = pack(payload.pack_call(bytes, (MAX_INLINE_BYTES + 1,)).packed)
+    parcel = payload.pack_call(bytes, (MAX_INLINE_BYTES + 1,)).parcel
     monkeypatch.setattr(main, "pack", pack_and_interrupt)
-    outcome = outcome_of(packet, fds, new_context())
+    outcome = outcome_of(parcel, new_context())
     assert isinstance(outcome.message, wire.Returned)
     [fd] = outcome.fds
     os.close(fd)
@@ -290,10 +287,10 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
 def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it() -> None:
     """A session would have its arguments in memory to its end."""
     large = bytearray(MAX_INLINE_BYTES + 1)
-    packet, fds = pack(payload.pack_call(len, (large,)).packed)
-    outcome = outcome_of(packet, fds, new_context(), is_interrupted=True)
+    parcel = payload.pack_call(len, (large,)).parcel
+    before = open_descriptors()
+    outcome = outcome_of(parcel, new_context(), is_interrupted=True)
     assert isinstance(outcome.message, wire.Raised)
     assert outcome.message.kind == "interrupted"
-    [fd] = fds
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    assert parcel.fds
+    assert not open_descriptors() - before

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from notebook_accel.launch.transport.segment import attach, seal
+from notebook_accel.system.segment import attach, seal
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.payload.packets import pack, unpack
 from notebook_accel.launch.transport.channel import decode, encode
-from notebook_accel.launch.transport.segment import pack, unpack
 from tests.descriptors import open_descriptors
 
 SMALL, LARGE = b"s" * 100, b"l" * 1_000_000

@@ -1,84 +1,17 @@
-"""Puts pickled values (calls, results) into messages, and takes them out again.
+"""Sealed memory segments, by which the processes of a machine share one copy of large values.
 
-    payload.Packed --pack--> (wire.Packet, descriptors) ==channel==> unpack --> payload.Packed
-
-A small value is copied into the message. A large value is written to one memory segment, whose
-descriptor is sent with the message. Over a unix socket the descriptor itself is sent, so that all
-processes of a machine share one copy, mapped copy-on-write. A channel to another machine sends the
-segment's bytes, and the receiver makes a segment of them (``frames.py``). Code that packs or
-unpacks is the same in both cases.
-
-The segment is a memfd: it has no name and no file, is not limited by the size of /dev/shm, and is
+A segment is a memfd: it has no name and no file, is not limited by the size of /dev/shm, and is
 freed with its last descriptor. It is sealed, so that no process can change it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-
-from notebook_accel import wire
-from notebook_accel.launch.payload import Packed
-
-# Up to this size a value is copied into the message that it belongs to. A larger one lies in a
-# memory segment beside its message: one copy for all ranks. For a small value the ten system calls
-# of a segment cost more than the copies.
-MAX_INLINE_BYTES = 1 << 16
-
-
-def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
-    """Convert a pickled value into a packet (a field for a message) and descriptors.
-
-    Returns:
-        The packet, and the descriptor of its segment if it is large, which the caller closes.
-
-    Raises:
-        OSError: the machine is out of memory or of descriptors.
-    """
-    sizes = tuple(buffer.nbytes for buffer in packed.buffers)
-    if sum(sizes) <= MAX_INLINE_BYTES:
-        return wire.Packet(sizes=sizes, inline=tuple(map(bytes, packed.buffers))), ()
-    return wire.Packet(sizes=sizes), (seal(packed.buffers),)
-
-
-@contextlib.contextmanager
-def sendable(packed: Packed) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
-    """Yield the packet and descriptors of :func:`pack`, to be sent within the block.
-
-    The descriptors are closed after the block.
-    """
-    packet, fds = pack(packed)
-    try:
-        yield packet, fds
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
-    """Return the pickled value of a received packet; the inverse of :func:`pack`.
-
-    Raises:
-        ValueError: buffers are missing, or the descriptor is no valid segment for them.
-        OSError: the segment could not be mapped.
-    """
-    try:
-        if fds:
-            buffers = attach(fds[0], packet.sizes)
-        else:
-            buffers = tuple(memoryview(bytearray(part)) for part in packet.inline)
-    finally:
-        for fd in fds:
-            os.close(fd)
-    if len(buffers) != len(packet.sizes):
-        raise ValueError(f"a packet of {len(packet.sizes)} buffers came with {len(buffers)}")
-    return Packed(buffers)
-
+from collections.abc import Sequence
 
 # What torch's own allocator gives, so that kernels run as fast on a mapped tensor.
 _ALIGNMENT = 64

@@ -177,7 +177,7 @@ def test_a_library_that_the_notebook_has_not_imported_is_seeded_alike_in_all_ran
 
 def text_of_rank(format_: str, has_filter: bool, **of_formatter: Any) -> str:
     """What a rank writes of a line, once a cell has set a handler up."""
-    from notebook_accel.launch.payload.notebook_state import apply_notebook_state, capture
+    from notebook_accel.launch.setup.notebook_state import apply_notebook_state, capture
 
     logger, handler = logging.getLogger("of a cell"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(format_, **of_formatter))
@@ -214,7 +214,7 @@ def test_a_format_loses_no_line_in_the_ranks(
 
 def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has answered, the function cannot choose devices by CUDA_VISIBLE_DEVICES."""
-    from notebook_accel.launch.payload.notebook_state import apply_generators, capture
+    from notebook_accel.launch.setup.notebook_state import apply_generators, capture
 
     seeded: list[int] = []
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
