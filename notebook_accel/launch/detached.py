@@ -231,8 +231,6 @@ class AttachedCall(Call):
     ``kill`` send a request to the keeper, which carries it out.
     """
 
-    view: View
-
     def __init__(
         self,
         channel: Channel,
@@ -242,11 +240,10 @@ class AttachedCall(Call):
         view: View,
     ) -> None:
         new = NewCall(
+            request=LaunchRequest(config=config, view=view),
             state=_state_of(first),
-            config=config,
             folder=folder,
             metrics=MetricReader(folder.path),
-            view=view,
             handle=partial(run_list.expression_to_attach, folder.id),
         )
         super().__init__(new, results=StoredResults(folder.path))

@@ -102,7 +102,7 @@ def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
         plan = _plan(engine, request)
     notices = (*request.notices, *plan.notices)
     request = replace(request, notices=notices, devices=plan.devices)
-    return _begin_and_wait(request, partial(engine.begin, request, plan, packed), plan.world_size)
+    return _begin_and_wait(request, partial(engine.begin, plan, packed), plan.world_size)
 
 
 def _begin_and_wait(
@@ -419,18 +419,11 @@ def _new_call(
     metrics = MetricStore(folder.path)
     undo.callback(metrics.close)
     return NewCall(
+        request=request,
         state=first,
-        config=request.config,
         folder=folder,
         metrics=metrics,
-        view=request.view,
         handle=partial(typed, folder.id),
-        timeout=request.timeout,
-        advise=request.advise,
-        keeps_error=request.keeps_error,
-        sources=request.sources,
-        resume=request.resume,
-        knobs=request.knobs,
     )
 
 

@@ -18,12 +18,14 @@ from functools import partial
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.control.call import Call, CallView, NewCall
+from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
 from notebook_accel.launch.control.run_state import Failure
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.system.interrupts import held
 
@@ -132,13 +134,13 @@ def expression_to_attach(run_id: str) -> str:
     return f"import notebook_accel; notebook_accel.attach({run_id!r})"
 
 
-def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
+def find_run(run_id: str, *, view: Callable[[], View] = PlainView) -> Run:
     """Return the run of this id: from the list, or from disk if another process launched it."""
     here = next((run for run in runs() if run.id == run_id), None)
     return here or read_run(run_id, view=view)
 
 
-def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
+def read_run(run_id: str, *, view: Callable[[], View] = PlainView) -> Run:
     """Return the run of this id from its folder on disk."""
     on_disk = {folder.id: folder for folder in run_folders()}
     found = _read_run(on_disk[run_id], view) if run_id in on_disk else None
@@ -150,7 +152,7 @@ def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
     return found
 
 
-def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) -> list[Run]:
+def runs(*, everywhere: bool = False, view: Callable[[], View] = PlainView) -> list[Run]:
     """Return the runs in the list, the oldest first, for ``notebook_accel.runs``."""
     unread = {} if _unread is None else {_unread.id: _unread}
     here = [known.handle() or unread.get(known.run.id, known.run) for known in _newest()]
@@ -217,7 +219,7 @@ class PastCall(Call):
         return "the run is not of this process\n"
 
 
-def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
+def _read_run(folder: RunFolder, view: Callable[[], View]) -> Run | None:
     """Return the run that a folder on disk describes; None if its state cannot be read."""
     # In this order: a kernel that ends between the two has saved the run's end before.
     is_held = folder.is_held
@@ -243,11 +245,10 @@ def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
     except ConfigError:  # of another version of this package
         config = LaunchConfig()
     new = NewCall(
+        request=LaunchRequest(config=config, view=view()),
         state=state,
-        config=config,
         folder=folder,
         metrics=MetricReader(folder.path),
-        view=view(),
         handle=partial(expression, state.run),
     )
     return Run(PastCall(new))

@@ -18,6 +18,7 @@ from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View
 
@@ -27,7 +28,12 @@ def run_in(root: Path) -> Run:
     folder = RunFolder.make(root)
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
     metrics = MetricReader(folder.path)
-    new = NewCall(state=state, config=LaunchConfig(), folder=folder, metrics=metrics, view=View())
+    new = NewCall(
+        request=LaunchRequest(config=LaunchConfig(), view=View()),
+        state=state,
+        folder=folder,
+        metrics=metrics,
+    )
     return Run(Call(new))
 
 

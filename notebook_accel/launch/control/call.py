@@ -38,17 +38,15 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
 
 import msgspec
 
 from notebook_accel import wire
 from notebook_accel.actions.messages import Action
-from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.curves import LiveCurves
@@ -61,7 +59,8 @@ from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, 
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
-from notebook_accel.launch.payload import CellSource, PackedCall, Parcel
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.payload import PackedCall, Parcel
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.system.interrupts import Latch, Presses, held
@@ -80,38 +79,15 @@ _OUT_OF_REACH = (
 _MAX_REASON = 200
 
 
-class CallView(Protocol):
-    """The methods of a view, the live panel or terminal output of a run, that its call uses."""
-
-    is_shown: bool
-
-    def update(self, state: RunState) -> None: ...
-    def waits_for_machines(self, text: str) -> None: ...
-    def close(self, state: RunState) -> None: ...
-    def poll(self) -> None: ...
-    def stop_waiting(self) -> None: ...
-    def print_end(self) -> None: ...
-    def reopen(self, run: Any) -> None: ...
-    def show_displays(self, run: Any, rank: int) -> None: ...
-    def charts_of(self, run: Any, names: Sequence[str]) -> Any: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class NewCall:
     """What the launcher prepares for a call before it starts ranks or sends anything."""
 
+    request: LaunchRequest
     state: RunState
-    config: LaunchConfig
     folder: RunFolder
     metrics: MetricReader
-    view: CallView
     handle: Callable[[], str] = lambda: ""
-    timeout: float | None = None
-    advise: bool = False
-    keeps_error: bool = False
-    sources: Sequence[CellSource] = ()
-    resume: str = ""
-    knobs: Mapping[str, wire.KnobValue] = field(default_factory=dict)
 
 
 class Call:
@@ -139,12 +115,12 @@ class Call:
 
     def __init__(self, new: NewCall, *, results: Results | None = None) -> None:
         self.state = new.state
-        self.config = new.config
+        self.config = new.request.config
         self.folder = new.folder
         self.metrics = new.metrics
-        self.view = new.view
+        self.view = new.request.view
         self.handle = new.handle
-        self.timeout = new.timeout
+        self.timeout = new.request.timeout
         self.results = results
         self.ended = Latch()
 
@@ -266,7 +242,7 @@ class RankCall(Call):
                 a failure. None if a failure ends the run.
             close: called with the run's last status once the run has ended.
         """
-        is_detached = new.state.detached
+        is_detached, request = new.state.detached, new.request
         super().__init__(
             new,
             results=StoredResults(new.folder.path) if is_detached else Results(packed.registry),
@@ -276,18 +252,22 @@ class RankCall(Call):
         self._pool = pool
         self._message = wire.BeginCall(
             payload=wire.Packet(),
-            grace=new.config.grace,
-            keeps_error=new.keeps_error,
+            grace=request.config.grace,
+            keeps_error=request.keeps_error,
             by_value=is_detached,
-            resume=new.resume,
-            knobs=dict(new.knobs),
+            resume=request.resume,
+            knobs=dict(request.knobs),
         )
         # Until it has been sent for the last time. The run keeps what its advice needs, and none of
         # its arguments: what the person drops while it goes on is freed.
         self._parcel: Parcel | None = packed.parcel
-        self._advises, self._models, self._uses_torch = new.advise, packed.models, packed.uses_torch
+        self._advises, self._models, self._uses_torch = (
+            request.advise,
+            packed.models,
+            packed.uses_torch,
+        )
         self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        self._labels = {source.filename: source.label for source in new.sources}
+        self._labels = {source.filename: source.label for source in request.sources}
         self._hangs = HangWatch(self._labels)
         self.curves = LiveCurves()
         self._start_again, self._close = start_again, close

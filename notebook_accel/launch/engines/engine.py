@@ -12,7 +12,7 @@ An engine is given three records:
 
     LaunchRequest      the user's settings, function and arguments
     payload.PackedCall the function and its arguments, pickled
-    NewCall            what the launcher prepared for the call: folder, first state, view
+    NewCall            what the launcher prepared for the call: request, folder, first state
 
 From a LaunchRequest and a RankPlan the engine makes the message ``wire.Launch``, which has an agent
 start rank processes. A PackedCall becomes the message ``wire.BeginCall``, which has the ranks call
@@ -109,7 +109,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(
-        self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
+        self, plan: RankPlan, packed: PackedCall | None, new: NewCall
     ) -> AbstractContextManager[Call]:
         """Start ranks for one call, send the call to them, and yield the call.
 

@@ -42,9 +42,9 @@ class InlineEngine(Engine):
 
     @contextmanager
     def begin(
-        self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
+        self, plan: RankPlan, packed: PackedCall | None, new: NewCall
     ) -> Iterator[InlineCall]:
-        call = InlineCall(new)
+        request, call = new.request, InlineCall(new)
         yield call
         variables = {**request.environment, **_ALONE}
         try:

@@ -85,11 +85,10 @@ class AgentEngine(Engine):
     """How its agents bring rank processes about (``wire.Launch``)."""
 
     @contextmanager
-    def begin(
-        self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
-    ) -> Iterator[Call]:
+    def begin(self, plan: RankPlan, packed: PackedCall | None, new: NewCall) -> Iterator[Call]:
         assert packed is not None, "needs_payload"
-        folder, of_ranks = new.folder, request.without_function()
+        request, folder = new.request, new.folder
+        of_ranks = request.without_function()
 
         def start_again(attempt: int) -> RankPool:
             plan = self.plan_again(of_ranks)

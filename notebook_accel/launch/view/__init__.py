@@ -19,13 +19,14 @@ from functools import partial
 from typing import Any
 
 from notebook_accel.launch.control.run_state import RunState
-from notebook_accel.launch.run import Run
 
 _log = logging.getLogger(__name__)
 
 
 class View:
     """Shows one run to the user. This class shows nothing; subclasses override what they need.
+
+    ``run`` is a :class:`Run`, without results.
 
     ``update`` and ``close`` are called by the thread that receives the ranks' messages
     (control/pool.py). ``poll``, ``stop_waiting`` and ``print_end`` are called by a thread that
@@ -59,7 +60,7 @@ class View:
     def launch_failed(self) -> None:
         """Remove what was shown of the launch, since the launch failed and no run will open."""
 
-    def open(self, run: Run) -> None:
+    def open(self, run: Any) -> None:
         """Show a run that has just been made; its rank processes may not be running yet."""
 
     def update(self, state: RunState) -> None:
@@ -80,13 +81,13 @@ class View:
         It is for text that this thread must print, so that the text appears in the thread's cell.
         """
 
-    def reopen(self, run: Run) -> None:
+    def reopen(self, run: Any) -> None:
         """Show the run once more, in the cell that now calls ``run.show()``."""
 
-    def show_displays(self, run: Run, rank: int) -> None:
+    def show_displays(self, run: Any, rank: int) -> None:
         """Show the figures and other rich output that one rank displayed (``run.show(rank)``)."""
 
-    def charts_of(self, run: Run, names: Sequence[str]) -> Any:
+    def charts_of(self, run: Any, names: Sequence[str]) -> Any:
         """Return charts of metrics (``run.plot()``); None where only matplotlib has a place."""
 
 

@@ -22,6 +22,7 @@ from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import starting
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload.packets import pack
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.view import View
@@ -130,13 +131,13 @@ class PlayedRun:
         """A call that was not sent; ``asked`` are fields of its record."""
         world_size = len(self.pool.processes)
         new = NewCall(
+            request=LaunchRequest(
+                config=LaunchConfig(), view=self.view, **{"advise": False, **asked}
+            ),
             state=starting(run=RUN, name="train", world_size=world_size, started=time.time()),
-            config=LaunchConfig(),
             folder=self.folder,
             metrics=MetricStore(self.folder.path),
-            view=self.view,
             handle=partial(run_list.expression_now, self.folder.id),
-            **asked,
         )
         return RankCall(self.pool, payload.pack_call(len, ([],)), new)
 
