@@ -5,7 +5,7 @@ kernel::
 
     launch_detached (starts it, sends Detach) -> keeper: starts the ranks; writes the run's folder
     kernel: AttachedCall <--RunSnapshot---- keeper       over the socket pair of the launch
-    later:  attach -> AttachedCall <------ keeper       over the socket in the run's folder
+    later:  attach -> AttachedCall <------ keeper       over the socket with the run's name
 
 The keeper has its own Unix session and is no child of the kernel, because a kernel that shuts down
 ends its children. It exits when its run has ended. An attached kernel gets the run's states from
@@ -176,7 +176,7 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
         if run.state.has_ended:
             return run
         try:
-            channel = user_socket.connect(run.log_dir)
+            channel = user_socket.connect(run_id)
         except OSError as error:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)

@@ -5,7 +5,7 @@
     kernel --Alive--------------------> keeper: the kernel now has the run's id
     all attached kernels <--RunSnapshot (each new state)-- keeper, until the run has ended
     all attached kernels --Stop, Kill, ...---------------> keeper
-    at the end the keeper sends the last state, removes its socket and exits
+    at the end the keeper sends the last state and exits
 
 The keeper imports neither torch nor anything of the notebook. It has a template process of its own,
 from which the run's ranks start. This template watches the keeper as other templates watch their
@@ -22,8 +22,6 @@ import sys
 import threading
 import time
 
-import msgspec
-
 from notebook_accel import wire
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.call import Call
@@ -32,9 +30,8 @@ from notebook_accel.launch.launcher import launch_packed
 from notebook_accel.launch.payload import PackedCall, Parcel, pack_exception
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.template.handle import follow, warm
-from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
-from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
 from notebook_accel.system.open_files import raise_limit
 from notebook_accel.system.processes import is_readable
 
@@ -70,16 +67,8 @@ def serve(fd: int) -> None:
             warm()
             follow(imports)
         packed = PackedCall(parcel=Parcel(message.payload, fds), **about)
+        listener = user_socket.listen(request.run_id)
         call = call_of(launch_packed(request, packed))
-        folder = call.folder.path
-        try:
-            listener = user_socket.listen(folder)
-        except OSError as error:
-            _drop(call)
-            raise LaunchError(
-                f"no socket can be made in {folder} ({error}): set NOTEBOOK_ACCEL_RUNS to a "
-                "folder of a local disk, or leave detach out"
-            ) from None
     except Exception as error:  # the process boundary: the kernel raises it
         raised = wire.Raised(
             kind="exception",
@@ -94,33 +83,22 @@ def serve(fd: int) -> None:
         launcher.send(_snapshot(call))
         launcher.receive()
     except (OSError, EOFError, ProtocolError):
-        if request.trial is None:  # nobody has the run's id
-            listener.close()
-            _drop(call)
+        if request.trial is None:  # nobody has the run's id, and no kernel can attach
+            call.kill()
+            call.ended.wait(_KILL_SECONDS)
+            call.folder.remove()
             return
     try:
         _serve_kernels(call, listener, launcher)
     finally:
         # What failed here costs the kernels their connections, never the training.
-        user_socket.remove(folder)
+        listener.close()
         call.ended.wait(float("inf"))
 
 
-def _drop(call: Call) -> None:
-    """Kill a run whose launch has failed, and delete its folder, since no kernel can attach."""
-    call.kill()
-    call.ended.wait(_KILL_SECONDS)
-    call.folder.remove()
-
-
 def _snapshot(call: Call) -> wire.RunSnapshot:
-    try:
-        state = msgspec.msgpack.encode(call.state)
-    except UnicodeEncodeError:  # text that UTF-8 cannot carry
-        plain = msgspec.to_builtins(call.state, builtin_types=(bytes,))
-        state = msgspec.msgpack.encode(escaped(plain))
     return wire.RunSnapshot(
-        state=state,
+        state=encode(call.state),
         timeout=call.timeout,
         timed_out=call.timed_out,
         rescued_as=call.rescued_as,
@@ -141,8 +119,6 @@ def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> No
             with contextlib.suppress(OSError, LaunchError):
                 call.folder.create()
                 call.folder.save(call.state, call.config)
-                listener.close()
-                listener = user_socket.listen(call.folder.path)
     listener.close()
     deadline = time.monotonic() + _LAST_SECONDS
     for kernel in kernels:

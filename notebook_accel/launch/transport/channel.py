@@ -41,12 +41,12 @@ _decoder: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(
 )
 
 
-def encode(message: wire.Message) -> bytes:
-    """Return one message as msgpack bytes; characters that UTF-8 cannot encode are escaped."""
+def encode(value: object) -> bytes:
+    """Return a message, or a part of one, as msgpack; what UTF-8 cannot encode is escaped."""
     try:
-        return _encoder.encode(message)
+        return _encoder.encode(value)
     except UnicodeEncodeError:
-        return _encoder.encode(escaped(msgspec.to_builtins(message, builtin_types=(bytes,))))
+        return _encoder.encode(escaped(msgspec.to_builtins(value, builtin_types=(bytes,))))
 
 
 def decode(data: bytes | memoryview) -> wire.Message:

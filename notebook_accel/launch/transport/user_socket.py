@@ -1,54 +1,44 @@
-"""A unix socket in a run's folder, by which processes of the same user can connect.
+"""A unix socket with the name of a run, by which processes of the same user can connect.
 
-    keeper of a detached run: listen(folder) -> accept -> Channel
-    a later kernel:                  connect(folder) -> Channel
+    keeper of a detached run: listen(run) -> accept -> Channel
+    a later kernel:           connect(run) -> Channel
 
 A detached run goes on after its notebook's kernel has ended; a process of its own, the keeper,
-supervises it, and a later kernel can connect to the keeper. Either end asks the system for the user
-of the other process (SO_PEERCRED) before it reads a byte.
+supervises it, and a later kernel can connect to the keeper. The socket has an abstract name, which
+is in no folder and ends with the keeper; processes of any user can connect to it. So either end
+asks the system for the user of the other process (SO_PEERCRED) before it reads a byte.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 from notebook_accel.launch.transport.channel import Channel
 
-_NAME = ".attach"
 # pid, uid and gid, as the system gives them.
 _CREDENTIALS = struct.Struct("3i")
 
 
-@contextlib.contextmanager
-def _address(folder: Path) -> Iterator[str]:
-    """Yield a short path to the folder's socket, valid within the block."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{_NAME}"
-    finally:
-        os.close(fd)
+def _address(run: str) -> str:
+    return f"\0notebook-accel/{run}"
 
 
-def listen(folder: Path) -> socket.socket:
-    """Return a listening, non-blocking unix socket, whose file is in ``folder``.
+def listen(run: str) -> socket.socket:
+    """Return a listening, non-blocking unix socket with the name of a run.
 
     Raises:
-        OSError: the folder has such a socket already, cannot be written, or cannot hold sockets.
+        OSError: there is such a socket already.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
-        with _address(folder) as address:
-            listener.bind(address)
+        listener.bind(_address(run))
         listener.listen()
-        listener.setblocking(False)
     except OSError:
         listener.close()
         raise
+    listener.setblocking(False)
     return listener
 
 
@@ -65,19 +55,18 @@ def accept(listener: socket.socket) -> Channel | None:
     return _checked(sock)
 
 
-def connect(folder: Path) -> Channel | None:
-    """Return a channel to the process that listens in ``folder``.
+def connect(run: str) -> Channel | None:
+    """Return a channel to the process that listens for a run.
 
     None if that process belongs to another user.
 
     Raises:
-        OSError: no process listens there.
+        OSError: no process of this machine (or container) listens.
     """
     sock = socket.socket(socket.AF_UNIX)
     sock.setblocking(False)  # where many wait to be accepted, another would wait for ever
     try:
-        with _address(folder) as address:
-            sock.connect(address)
+        sock.connect(_address(run))
     except OSError:
         sock.close()
         raise
@@ -92,8 +81,3 @@ def _checked(sock: socket.socket) -> Channel | None:
         sock.close()
         return None
     return Channel(sock)
-
-
-def remove(folder: Path) -> None:
-    """Remove the socket file that :func:`listen` made in ``folder``, if it is there."""
-    (folder / _NAME).unlink(missing_ok=True)
