@@ -20,14 +20,12 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -53,12 +51,11 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.private.of_debugpy import without_debugger
 from notebook_accel.system.interrupts import held
-from notebook_accel.system.processes import import_path, is_readable
+from notebook_accel.system.processes import import_path, is_readable, python_code
 
 # The first process ends at once: the keeper is then the child of nobody who would end it.
 _BOOT = (
-    "import os; os.fork() and os._exit(0); import sys; "
-    "sys.path[:] = [p for p in sys.path if p] + {path!r}; "
+    "import os; os.fork() and os._exit(0); "
     "from notebook_accel.launch.keeper import serve; serve({fd})"
 )
 # A keeper that begins its run listens in a moment; one that ends has saved its state before.
@@ -110,9 +107,7 @@ def launch_detached(
         channel = Channel(ours)
         undo.callback(channel.close)
         with theirs:
-            path = [entry for entry in import_path() if os.path.isabs(entry)]
-            path.append(str(Path(__file__).parents[2]))
-            boot = sys.executable, "-c", _BOOT.format(path=path, fd=theirs.fileno())
+            boot = python_code(_BOOT.format(fd=theirs.fileno()))
             subprocess.run(
                 # By this it is found, and named in lists of processes.
                 [*boot, "notebook-accel", asked.run_id, asked.name],

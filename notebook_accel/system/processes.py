@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -18,6 +19,15 @@ import psutil
 def import_path() -> list[str]:
     """Return the strings in ``sys.path``: import ignores other entries, such as a ``Path``."""
     return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def python_code(code: str) -> tuple[str, ...]:
+    """Return the command of a Python that runs ``code``, and can import what this process can."""
+    path = [entry for entry in import_path() if os.path.isabs(entry)]
+    path.append(str(Path(__file__).parents[2]))
+    # After the interpreter's own: a file beside the notebook must not shadow a module of Python's.
+    head = f"import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
+    return sys.executable, "-c", head + code
 
 
 class _HasDescriptor(Protocol):

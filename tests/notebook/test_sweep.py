@@ -463,8 +463,8 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
     [
         pytest.param("detached.wire.Detach = die", id="its process has no call yet"),
         pytest.param(
-            "slow = 'import sys, time; time.sleep(5);'\n"
-            "detached._BOOT = detached._BOOT.replace('import sys;', slow)\n"
+            "slow = 'import time; time.sleep(5); from notebook_accel'\n"
+            "detached._BOOT = detached._BOOT.replace('from notebook_accel', slow)\n"
             "detached.Channel = type('Dying', (detached.Channel,), {'receive': die})",
             id="its ranks have not begun",
         ),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from notebook_accel.system.processes import (
     describe_exit,
     has_children,
     kill_descendants,
+    python_code,
 )
 
 NOBODY = 65534
@@ -127,3 +129,13 @@ def test_whether_there_are_children() -> None:
 )
 def test_how_a_process_ended_in_words(exitcode: int | None, number: int | None, text: str) -> None:
     assert describe_exit(exitcode, number) == text
+
+
+def test_a_path_among_the_folders_of_modules_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its text would be no Python in the process that is started with it."""
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere"), "/here"])
+    *_, code = python_code("pass")
+    assert "'/here'" in code
+    assert "elsewhere" not in code

@@ -291,14 +291,14 @@ class RankCall(Call):
         if self._num_stops > 1:
             self.press(1)
         elif self.note_stop():
-            self._pool.stop(call=self.number, grace=grace)
+            self._pool.ask_end(wire.Stop, call=self.number, grace=grace)
 
     def press(self, number: int) -> None:
-        ends = [self._pool.interrupt, self._pool.terminate]
+        ends = (wire.Interrupt, wire.Terminate)
         if number > len(ends):
             self.kill()
         elif self.note_stop():
-            ends[number - 1](call=self.number)
+            self._pool.ask_end(ends[number - 1], call=self.number)
 
     def kill(self) -> None:
         if self.note_stop():

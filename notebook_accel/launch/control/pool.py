@@ -267,13 +267,18 @@ class RankPool:
         finally:
             self._uses_channels = False
 
-    def stop(self, *, call: int, grace: float | None) -> None:
-        """Ask all ranks to leave the call of this number; returns at once.
+    def ask_end(self, kind: type[wire.Message], /, *, call: int, **fields: Any) -> None:
+        """Send agents a request to end the call of this number: a Stop, Interrupt or Terminate.
 
-        The ranks leave at the same batch or read of ``should_stop``. Does nothing once that call
-        has ended.
+        Does nothing once that call has ended.
         """
-        self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
+        with held(), self._lock:
+            if not self._is_in(call):
+                return
+            self._end_asked = self._end_asked or time.monotonic()
+            actions = self._actions
+        actions.note_stop()
+        self.send(kind(run=self.run, call=call, **fields))
 
     def act(self, action: Action, *, call: int) -> Future[None]:
         """Have all ranks do an action at a common point; the future says when they have."""
@@ -285,29 +290,6 @@ class RankPool:
     def go_on(self) -> Future[None]:
         """End the pause of the call; the future says when all ranks train again."""
         return self._actions.go_on()
-
-    def interrupt(self, *, call: int) -> None:
-        """Have agents raise KeyboardInterrupt in the ranks that are in the call of this number.
-
-        Does nothing once that call has ended.
-        """
-        self._ask_end(wire.Interrupt(run=self.run, call=call))
-
-    def terminate(self, *, call: int) -> None:
-        """Have agents send SIGTERM to the ranks that are in the call of this number.
-
-        Does nothing once that call has ended.
-        """
-        self._ask_end(wire.Terminate(run=self.run, call=call))
-
-    def _ask_end(self, message: wire.Message) -> None:
-        with held(), self._lock:
-            if not self._is_in(message.call):
-                return
-            self._end_asked = self._end_asked or time.monotonic()
-            actions = self._actions
-        actions.note_stop()
-        self.send(message)
 
     def shut_down(self) -> None:
         """Let the rank processes end after their current call, and refuse further calls."""

@@ -58,10 +58,10 @@ class WaitingPool(RankPool):
         except Exception as error:  # in the only thread that can end the call
             call.end_unstarted(str(error) or type(error).__name__)
 
-    def stop(self, **_asked: Any) -> None:
+    def kill(self, *_: Any, **_asked: Any) -> None:
         self._is_stopped = True
 
-    interrupt = terminate = kill = stop
+    ask_end = kill
 
     def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
         return []

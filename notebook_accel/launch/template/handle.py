@@ -36,7 +36,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
@@ -51,7 +50,7 @@ from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.kept_environment import kept_environment
 from notebook_accel.system.open_files import naming_what_is_short
-from notebook_accel.system.processes import import_path, is_readable
+from notebook_accel.system.processes import import_path, is_readable, python_code
 from notebook_accel.text_values import parse_flag
 from notebook_accel.tpu import AUTOLOAD
 
@@ -86,10 +85,7 @@ _MAX_ERROR_OUTPUT = 2_000
 # Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
 
-_BOOT = (
-    "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
-    "from notebook_accel.launch.template.process import serve; serve({fd}, {kernel})"
-)
+_BOOT = "from notebook_accel.launch.template.process import serve; serve({fd}, {kernel})"
 
 
 class UnresponsiveTemplateError(LaunchError):
@@ -112,7 +108,7 @@ class Template:
             undo.callback(os.close, stdin)
             self._alive = undo.enter_context(open(alive, "wb"))
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _boot_code(theirs.fileno())],
+                python_code(_BOOT.format(fd=theirs.fileno(), kernel=os.getpid())),
                 env={**environment, **dict.fromkeys(ITS_THREADS, "1"), AUTOLOAD: "0"},
                 cwd="/",
                 stdin=stdin,
@@ -465,10 +461,3 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
         )
     )
     return os.getpid(), sys.executable, variables
-
-
-def _boot_code(fd: int) -> str:
-    # After the interpreter's own: a file beside the notebook must not shadow a module of Python's.
-    path = [entry for entry in import_path() if os.path.isabs(entry)]
-    path.append(str(Path(__file__).parents[3]))
-    return _BOOT.format(path=path, fd=fd, kernel=os.getpid())

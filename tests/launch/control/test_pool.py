@@ -251,7 +251,7 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
 def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
     two.begin_call()
     begin_on_both(two)
-    two.pool.stop(call=1, grace=1.0)
+    two.pool.ask_end(wire.Stop, call=1, grace=1.0)
     for agent in two.agents:
         assert isinstance(agent.next(), wire.Stop)
     two.agents[1].tell(PointReached, number=STOP, passed=Passed(batches=5))

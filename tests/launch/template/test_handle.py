@@ -7,8 +7,6 @@ import os
 import resource
 import socket
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -18,7 +16,7 @@ from notebook_accel import wire
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.template import handle
-from notebook_accel.launch.template.handle import _boot_code, _key, ask_template, template, warm
+from notebook_accel.launch.template.handle import _key, ask_template, template, warm
 
 
 def test_devices_that_cannot_be_counted_are_not_taken_for_none() -> None:
@@ -76,16 +74,6 @@ def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         source.fork_agent(closed, run="r")
     assert source.alive
-
-
-def test_a_path_among_the_folders_of_modules_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its text would be no Python in the process that is started with it."""
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere"), "/here"])
-    code = _boot_code(3)
-    assert "'/here'" in code
-    assert "elsewhere" not in code
 
 
 def test_an_exit_that_was_not_read_yet_is_known_without_waiting(
