@@ -72,7 +72,13 @@ def _first(
         behind = {rank: last for rank, last in newest.items() if last < number}
         is_pending = any(one.is_pending for one in here.values())
         is_other = len({one.operation for one in here.values()}) > 1
-        has_sizes = {one.sizes for one in here.values() if _has_one_size(one.operation)}
+        # Of operations to which all ranks give inputs of the same sizes.
+        has_sizes = {
+            one.sizes
+            for one in here.values()
+            if "to" not in one.operation.split("_")
+            and ("scatter" not in one.operation or "reduce_scatter" in one.operation)
+        }
         if is_other or (is_pending and (behind or len(has_sizes) > 1)):
             return Difference(
                 group=group,
@@ -83,10 +89,3 @@ def _first(
                 behind={rank: last for rank, last in behind.items() if rank in answers},
             )
     return None
-
-
-def _has_one_size(operation: str) -> bool:
-    """Whether all ranks give this operation inputs of the same sizes."""
-    return "to" not in operation.split("_") and (
-        "scatter" not in operation or "reduce_scatter" in operation
-    )

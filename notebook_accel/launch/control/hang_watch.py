@@ -84,8 +84,10 @@ class HangWatch:
             # Ranks that were asked to leave are no longer looked at. A hang that was found before
             # stays in the state: it tells why somebody wanted the end.
             return state
-        if state is not self._seen:
-            self._note_moves(state, now)
+        before = state.ranks if self._seen is None else self._seen.ranks
+        for old, rank in zip(before, state.ranks, strict=True):
+            if rank.rank not in self._moved or _has_moved(old, rank):
+                self._moved[rank.rank] = now
         changed = tuple(self._with_quiet(rank, state, now) for rank in state.ranks)
         if any(new is not old for new, old in zip(changed, state.ranks, strict=True)):
             state = replace(state, ranks=changed)
@@ -102,12 +104,6 @@ class HangWatch:
                 state = self._judge(state, alive, now)
         self._seen = state
         return state
-
-    def _note_moves(self, state: RunState, now: float) -> None:
-        before = state.ranks if self._seen is None else self._seen.ranks
-        for old, rank in zip(before, state.ranks, strict=True):
-            if rank.rank not in self._moved or _has_moved(old, rank):
-                self._moved[rank.rank] = now
 
     def _with_quiet(self, rank: RankState, state: RunState, now: float) -> RankState:
         quiet = now - self._moved[rank.rank]

@@ -347,7 +347,10 @@ class RankPool:
         with self._selector as selector:
             for link in self._links:
                 selector.register(link.channel.fileno(), selectors.EVENT_READ, link)
-            while not self._all_ended():
+            # Until all rank processes have ended and their last output has arrived.
+            while any(process.status != "ended" for process in self.processes) or any(
+                link.channel.is_receiving for link in self._links
+            ):
                 is_idle = self._call is None and self._kill_asked is None
                 for link in self._links:
                     # Wakes when a full socket can take more.
@@ -383,12 +386,6 @@ class RankPool:
         selector.unregister(link.channel.fileno())
         self._lose(link, end)
 
-    def _all_ended(self) -> bool:
-        """Return whether all rank processes have ended and their last output has arrived."""
-        if any(process.status != "ended" for process in self.processes):
-            return False
-        return not any(link.channel.is_receiving for link in self._links)
-
     def _take_all(self, link: AgentLink) -> None:
         with self._channels():
             try:
@@ -417,7 +414,12 @@ class RankPool:
             if isinstance(message, wire.Stacks) and message.rank is not None:
                 self._stacks[message.rank] = time.monotonic(), message.text
             elif isinstance(message, wire.LogOpened) and message.rank is not None:
-                self._save_log(link, message.rank, message.stream)
+                # The output of a rank on another machine: the channel writes it here.
+                fd = open_log(self._log_dir, message.rank)
+                size = os.fstat(fd).st_size
+                self._log_streams[message.rank] = link, message.stream, size
+                with self._channels():
+                    link.channel.save(message.stream, fd)
             elif isinstance(message, wire.Output) and message.rank in self._log_streams:
                 before = self._log_streams[message.rank][2]
                 message = msgspec.structs.replace(
@@ -428,13 +430,6 @@ class RankPool:
                 self._pass_between_agents(link, message)
                 unwanted.pop_all()
                 call.take(message, fds)
-
-    def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
-        """Have the channel write the output of a rank on another machine into the run's folder."""
-        fd = open_log(self._log_dir, rank)
-        self._log_streams[rank] = link, stream, os.fstat(fd).st_size
-        with self._channels():
-            link.channel.save(stream, fd)
 
     # ---- what agents must know of each other -----------------------------------------------
 

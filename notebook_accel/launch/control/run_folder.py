@@ -241,18 +241,15 @@ class RunFolder:
                 file.truncate()
             part.replace(path)
             if state.detached and not state.has_ended:
-                self._keep_room()
+                # Take the room for the final state now: the disk may be full when it is written.
+                room = (self.path / _STATE).with_suffix(".part")
+                with contextlib.suppress(OSError), open(room, "wb", opener=own_file) as file:
+                    os.posix_fallocate(file.fileno(), 0, _STATE_BYTES)
         except (OSError, UnicodeEncodeError) as error:
             return lost_files_notice(
                 "how this run ended is known to this kernel alone", self.path, error
             )
         return ""
-
-    def _keep_room(self) -> None:
-        """Take the room for the final state now: the disk may be full when it is written."""
-        part = (self.path / _STATE).with_suffix(".part")
-        with contextlib.suppress(OSError), open(part, "wb", opener=own_file) as file:
-            os.posix_fallocate(file.fileno(), 0, _STATE_BYTES)
 
     def load(self) -> RunState | None:
         """Return the final state, or else the first one; None if neither can be read.

@@ -40,7 +40,13 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
         text: the dump of all threads of one process.
     """
     found = (each for each in _threads(text) if not any(map(_WAITS_FOR_AGENT.match, each)))
-    threads = sorted(found, key=_nearness)
+    threads = sorted(
+        found,
+        key=lambda lines: (
+            not any(map(_CALLER.match, lines)),
+            not lines[0].startswith("Current thread"),
+        ),
+    )
     # Without the launcher's frames that called the user's function, which stand below it.
     shown = ("\n".join(takewhile(lambda line: not _CALLER.match(line), each)) for each in threads)
     return name_cells("\n\n".join(shown) + "\n", labels)
@@ -62,13 +68,6 @@ def _threads(text: str) -> list[list[str]]:
         elif threads and line:
             threads[-1].append(line)
     return threads
-
-
-def _nearness(lines: Sequence[str]) -> int:
-    """Return a sort key for a thread of a dump, given as lines."""
-    if any(map(_CALLER.match, lines)):
-        return 0
-    return 1 if lines[0].startswith("Current thread") else 2
 
 
 def frames_of_function(text: str) -> list[Frame]:

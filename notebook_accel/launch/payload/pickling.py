@@ -112,27 +112,22 @@ def rebuild_compiled(compile_in: Callable[[Any], Any], function: Any) -> Any:
     return compile_in(function)
 
 
-def _reduce_cached(value: Any) -> tuple[Any, ...]:
-    return rebuild_cached, (value.__wrapped__, value.cache_parameters()), vars(value)
-
-
-def _reduce_new_type(value: Any) -> tuple[Any, ...]:
-    return type(value), (value.__name__, value.__supertype__), {"__module__": value.__module__}
-
-
 # Objects that have a name of their own, as classes and functions have.
 _NAMED: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
-    type(functools.lru_cache(len)): _reduce_cached,
-    typing.NewType: _reduce_new_type,
+    type(functools.lru_cache(len)): lambda value: (
+        rebuild_cached,
+        (value.__wrapped__, value.cache_parameters()),
+        vars(value),
+    ),
+    typing.NewType: lambda value: (
+        type(value),
+        (value.__name__, value.__supertype__),
+        {"__module__": value.__module__},
+    ),
     typing.ParamSpec: lambda value: (typing.ParamSpec, (value.__name__,)),
 }
 
 NAMED_TYPES = (*_NAMED, type, types.FunctionType, typing.TypeVar)
-
-
-def _reduce_cached_property(value: Any) -> tuple[Any, ...]:
-    # Up to Python 3.11 a cached_property holds a lock, which cannot be pickled.
-    return functools.cached_property, (value.func,), {"attrname": value.attrname}
 
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
@@ -144,7 +139,12 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 # How values are pickled, by their type; picklers add this to their ``dispatch_table``.
 BY_TYPE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     types.CodeType: _reduce_code,
-    functools.cached_property: _reduce_cached_property,
+    # Up to Python 3.11 it holds a lock, which cannot be pickled.
+    functools.cached_property: lambda value: (
+        functools.cached_property,
+        (value.func,),
+        {"attrname": value.attrname},
+    ),
     # That of ``functools.singledispatch``.
     weakref.WeakKeyDictionary: lambda value: (type(value), (dict(value.items()),)),
 }
@@ -374,7 +374,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if issubclass(kind, storage.UntypedStorage):
             return self._reduce_storage
         if issubclass(kind, storage.TypedStorage):
-            return _reduce_typed_storage
+            return lambda typed: (
+                rebuild_typed_storage,
+                (of_torch.untyped_storage(typed), typed.dtype),
+            )
         if issubclass(kind, getattr(torch, "Tensor", ())):
             return self._reduce_tensor
         jit = getattr(torch, "jit", None)
@@ -384,10 +387,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if issubclass(kind, schedulers):
             return _reduce_scheduler
         if issubclass(kind, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
-            return _reduce_loader
+            # A rank starts worker processes of its own; those of this process are no children of
+            # it.
+            return lambda loader: of_torch.without_iterator(loader).__reduce_ex__(5)
         getstate = getattr(kind, "__getstate__", None)
         if getattr(getstate, "__module__", "") == "torch.nn.utils.parametrize":
-            return _reduce_parametrized
+            # torch refuses it (weight_norm and the like), since plain pickle cannot send the class
+            # that it made for the module; cloudpickle can.
+            return lambda module: (copyreg.__newobj__, (kind,), vars(module))  # type: ignore[attr-defined]
         return _as_usual
 
     def _reduce_tensor(self, tensor: Any) -> Any:
@@ -443,24 +450,11 @@ def _goes_by_value(reduced: Any) -> bool:
     return isinstance(reduced, tuple) and len(reduced) == _BY_VALUE
 
 
-def _is_made_anew(value: Any, reduced: Any) -> bool:
-    """Return whether a rank rebuilds ``value`` from its pickle instead of importing it."""
-    if isinstance(value, TypeVar):
-        return bool(value.__module__ == "__main__")
-    return isinstance(reduced, tuple) and not isinstance(value, type)
-
-
 def _memory(storage: Any) -> Any:
     """Return a numpy array of bytes on the memory of a CPU storage, which the array keeps alive."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-
-
-def _reduce_parametrized(module: Any) -> Any:
-    # torch refuses it (weight_norm and the like), since plain pickle cannot send the class that
-    # it made for the module; cloudpickle can.
-    return copyreg.__newobj__, (type(module),), vars(module)  # type: ignore[attr-defined]
 
 
 def _reduce_scheduler(scheduler: Any) -> Any:
@@ -471,11 +465,6 @@ def _reduce_scheduler(scheduler: Any) -> Any:
     is_plain = len(reduced) == 5 and isinstance(reduced[2], dict)
     sets_state = hasattr(scheduler, "__setstate__")
     return (*reduced, restore_scheduler) if is_marked and is_plain and not sets_state else reduced
-
-
-def _reduce_loader(loader: Any) -> Any:
-    # A rank starts worker processes of its own; those of this process are no children of it.
-    return of_torch.without_iterator(loader).__reduce_ex__(5)
 
 
 def later_state() -> Any:
@@ -505,14 +494,13 @@ def later_state() -> Any:
     return LaterState()
 
 
-def _reduce_arguments(arguments: Any) -> Any:
-    return (*arguments.__reduce_ex__(5)[:5], of_transformers.restore_arguments)
-
-
 # What says which process of how many it is in; a rank would keep what it said in the notebook.
 _OF_ITS_PROCESS: dict[str, Callable[[Any], Any]] = {
     "accelerate.state.PartialState": lambda _: (later_state, ()),
-    "transformers.training_args.TrainingArguments": _reduce_arguments,
+    "transformers.training_args.TrainingArguments": lambda arguments: (
+        *arguments.__reduce_ex__(5)[:5],
+        of_transformers.restore_arguments,
+    ),
 }
 
 
@@ -522,10 +510,6 @@ def _reduce_script(script: Any) -> Any:
     file = io.BytesIO()
     torch.jit.save(script, file)
     return rebuild_script, (pickle.PickleBuffer(file.getvalue()),)
-
-
-def _reduce_typed_storage(storage: Any) -> Any:
-    return rebuild_typed_storage, (of_torch.untyped_storage(storage), storage.dtype)
 
 
 def _reduce_exception(error: BaseException) -> Any:
@@ -595,7 +579,11 @@ class CallPickler(_Pickler):
 
     def _reduce_definition(self, value: Any) -> Any:
         reduced = super()._reduce_definition(value)
-        if _goes_by_value(reduced) or _is_made_anew(value, reduced):
+        if isinstance(value, TypeVar):
+            is_rebuilt = value.__module__ == "__main__"
+        else:
+            is_rebuilt = isinstance(reduced, tuple) and not isinstance(value, type)
+        if is_rebuilt or _goes_by_value(reduced):
             self.sent.append(value)
         if _goes_by_value(reduced) and isinstance(value, types.FunctionType):
             self._note_globals(value, reduced[2][1]["__globals__"])
@@ -689,7 +677,7 @@ class ResultPickler(_Pickler):
 
     def _route(self, kind: type) -> Callable[[Any], Any]:
         if callable(getattr(kind, _UNWRAP, None)):
-            return _unwrap
+            return lambda value: (itself, (getattr(value, _UNWRAP)(),))
         for base in kind.__mro__:
             inner = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
             if inner:
@@ -726,10 +714,6 @@ def _shows_little(tensor: Any) -> bool:
     except (NotImplementedError, RuntimeError):  # a tensor class without a storage of its own
         return False
     return bool(size >= _LARGE_BYTES and 2 * tensor.nbytes < size)
-
-
-def _unwrap(value: Any) -> Any:
-    return itself, (getattr(value, _UNWRAP)(),)
 
 
 # ---- unpickling ----------------------------------------------------------------------------

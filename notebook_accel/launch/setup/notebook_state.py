@@ -79,18 +79,14 @@ def _generators(torch: Any, seed: int | None) -> dict[str, Any]:
     if seed is not None:  # as set_seed(seed) leaves them
         python = random.Random(seed).getstate()
         return {"python": python, "numpy": seed % 2**32, "torch_seed": seed}
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    has_state = hasattr(numpy, "get_state")
     return {
         "python": random.getstate(),
-        "numpy": _numpy_state(),
+        "numpy": numpy.get_state(legacy=False) if has_state else secrets.randbits(32),
         "torch_seed": torch.initial_seed() if torch else secrets.randbits(63),
         "torch_state": torch.get_rng_state().numpy().tobytes() if torch else None,
     }
-
-
-def _numpy_state() -> dict[str, Any] | int:
-    generator: Any = getattr(sys.modules.get("numpy"), "random", None)
-    has_state = hasattr(generator, "get_state")
-    return generator.get_state(legacy=False) if has_state else secrets.randbits(32)
 
 
 def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:

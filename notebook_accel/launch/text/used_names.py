@@ -28,6 +28,7 @@ from typing import Any
 PROVIDED = ("accelerator", "device", "rank", "world_size")
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
+_OF_PYTHON = re.compile(r"__.*__|__+")
 # A name, but not the letters before a text, as in f"{x}".
 _IDENTIFIER = re.compile(r"(?![rbfuRBFU]{1,2}['\"])\b[^\W\d]\w*")
 # Magics that run the rest of the cell as it is, and look on.
@@ -159,17 +160,13 @@ class _Reader:
                 self._code(name, own, None if runs_here else set())
             elif step.opname == "STORE_NAME" and local is not None:
                 local.add(name)
-            elif step.opname in _LOADS | _STORES | _DELETES and not _is_pythons(name):
+            elif step.opname in _LOADS | _STORES | _DELETES and not _OF_PYTHON.fullmatch(name):
                 if step.opname not in _STORES and name not in own | (local or set()):
                     self.used.add(name)
                 if step.opname not in _LOADS:
                     self.assigned.add(name)
                     if local is None:
                         (own.discard if step.opname in _DELETES else own.add)(name)
-
-
-def _is_pythons(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 def _dotted(node: ast.AST) -> set[str]:

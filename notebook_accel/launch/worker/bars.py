@@ -78,13 +78,14 @@ def _report(bar: Any, *, closed: bool) -> None:
     if not reports.limit.try_take() and not closed:
         return
     shown: dict[str, Any] = bar.format_dict
+    elapsed, done = shown.get("elapsed") or 0.0, shown["n"] - (shown.get("initial") or 0)
     this_rank.current().bar(
         bar=reports.number,
         name=str(shown.get("prefix") or "").rstrip(": "),
         n=_finite(shown["n"]) or 0.0,
         total=_finite(shown.get("total")),
-        rate=_finite(shown.get("rate")) or _mean_rate(shown),
-        elapsed=float(shown.get("elapsed") or 0.0),
+        rate=_finite(shown.get("rate")) or (_finite(done / elapsed) if elapsed else None),
+        elapsed=float(elapsed),
         unit=str(shown.get("unit") or "it"),
         postfix=str(shown.get("postfix") or ""),
         closed=closed,
@@ -95,12 +96,6 @@ def _finite(value: Any) -> float | None:
     """Return a number as a float; None if it is None, infinite or NaN."""
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
-
-
-def _mean_rate(shown: dict[str, Any]) -> float | None:
-    elapsed = shown.get("elapsed") or 0.0
-    done = shown["n"] - (shown.get("initial") or 0)
-    return _finite(done / elapsed) if elapsed else None
 
 
 def _make_plain(notebook_bars: Any) -> None:
