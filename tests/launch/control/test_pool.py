@@ -161,7 +161,7 @@ def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(
 def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(
     one: PlayedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> list[str]:
+    def fails(*_: object, **_advised: object) -> list[str]:
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(calls, "closing_advice", fails)
