@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.actions import messages as action_messages
 from notebook_accel.launch.transport.channel import decode, encode
 
 HEAD = {
@@ -28,8 +27,8 @@ STRUCTS: dict[Any, Any] = {
     wire.Packet: wire.Packet(sizes=(1, 2), inline=(b"a", b"bc")),
     wire.ImportItem: wire.ImportItem("a.b", ("c", "d")),
     wire.RankSpec: wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2),
-    action_messages.Passed: action_messages.Passed(batches=3, reads_should_stop=True),
-    action_messages.Point: action_messages.Point(batches=4),
+    wire.Passed: wire.Passed(batches=3, reads_should_stop=True),
+    wire.Point: wire.Point(batches=4),
     wire.StepTimes: wire.StepTimes(num_steps=3, total=100, data=7, data_wait=5),
     wire.Metric: wire.Metric(rank=1, values={"loss": 0.5}, step=7),
     wire.Collective: wire.Collective(
@@ -132,7 +131,7 @@ def test_what_is_no_message(data: bytes) -> None:
 
 
 def test_every_kind_of_message_can_be_decoded() -> None:
-    exported = [*vars(wire).values(), *vars(action_messages).values()]
+    exported = [*vars(wire).values()]
     assert {kind.__name__ for kind in MESSAGES} == {
         kind.__name__
         for kind in exported

@@ -6,17 +6,7 @@ once it is known.
 
 from __future__ import annotations
 
-from notebook_accel.actions.messages import (
-    NOWHERE,
-    Act,
-    ActAt,
-    ActionDone,
-    Hold,
-    HoldAnswered,
-    PauseEnded,
-    PointReached,
-    Post,
-)
+from notebook_accel import wire
 from notebook_accel.actions.scoreboard import BY_INTERRUPT, FLAG_SECONDS, STOP, Scoreboard
 
 # A rank has so long to show on the board whether it passed its newest point or waits there; one
@@ -27,7 +17,7 @@ _PATIENCE_SECONDS = 1.0
 class Acting:
     """What an agent and its ranks do for the actions of one call."""
 
-    def __init__(self, board: Scoreboard, post: Post) -> None:
+    def __init__(self, board: Scoreboard, post: wire.Post) -> None:
         self._board = board
         self._post = post
         # Of the newest action; the number of the newest pause, 0 if none goes on.
@@ -47,11 +37,11 @@ class Acting:
         """Whether the kernel and all ranks wait for an answer."""
         return self._asked_at is not None or self._held_at is not None
 
-    def ask(self, message: Act, *, is_pause: bool, refused: str, now: float) -> None:
+    def ask(self, message: wire.Act, *, is_pause: bool, refused: str, now: float) -> None:
         """Ask the ranks for an action, or tell the kernel why this machine cannot do it."""
         self._number = message.number
         if refused:
-            self._post(PointReached, number=message.number, refused=refused)
+            self._post(wire.PointReached, number=message.number, refused=refused)
             return
         self._pause = message.number if is_pause else 0
         self._board.ask(message.number, message.content)
@@ -63,15 +53,15 @@ class Acting:
         self._stop = BY_INTERRUPT if interrupts else b""
         self.tick(now)
 
-    def act_at(self, message: ActAt) -> None:
+    def act_at(self, message: wire.ActAt) -> None:
         """Tell the ranks where to do the action, or that it is withdrawn."""
         if message.number != self._number:  # a stop has been asked here meanwhile
             return
         self._board.act_at(message.point)
-        if message.point == NOWHERE:
+        if message.point == wire.NOWHERE:
             self._is_done, self._pause = True, 0
 
-    def hold(self, message: Hold, now: float) -> None:
+    def hold(self, message: wire.Hold, now: float) -> None:
         """Let no rank begin the action of this number, and tell the kernel whether one has."""
         if message.number == self._number and not self._is_done:
             self._board.hold()
@@ -89,7 +79,7 @@ class Acting:
             passed = self._board.passed(patient=now < self._asked_at + _PATIENCE_SECONDS)
             if passed is not None:
                 self._asked_at = None
-                self._post(PointReached, number=self._number, passed=passed)
+                self._post(wire.PointReached, number=self._number, passed=passed)
         if self._held_at is not None and now >= self._held_at + FLAG_SECONDS:
             did = self._board.resolved(self._held)
             if did is None and now >= self._held_at + _PATIENCE_SECONDS:
@@ -97,13 +87,13 @@ class Acting:
                 did = True
             if did is not None:
                 self._held_at = None
-                self._post(HoldAnswered, number=self._held, did=did)
+                self._post(wire.HoldAnswered, number=self._held, did=did)
         if not self._is_done and (num_done := self._board.num_done(self._number)) is not None:
             self._is_done = True
-            self._post(ActionDone, number=self._number, num_ranks=num_done)
+            self._post(wire.ActionDone, number=self._number, num_ranks=num_done)
         if self._goes_on and not self._board.num_paused:
             self._goes_on, self._pause = False, 0
-            self._post(PauseEnded)
+            self._post(wire.PauseEnded)
         # Not before the answer: ranks that have ended are done before it is sent, and the kernel
         # would wait for it, and the other agents' ranks for the kernel.
         if self._stop is not None and self._is_done and self._asked_at is None:

@@ -22,21 +22,6 @@ from typing import Any
 import msgspec
 
 from notebook_accel import wire
-from notebook_accel.actions.messages import (
-    NOWHERE,
-    Act,
-    ActAt,
-    Action,
-    ActionDone,
-    GoOn,
-    Hold,
-    HoldAnswered,
-    Passed,
-    PauseEnded,
-    Point,
-    PointReached,
-    Post,
-)
 from notebook_accel.actions.scoreboard import MAX_CONTENT, STOP, leave_after, meet_after
 from notebook_accel.system.interrupts import held
 
@@ -51,10 +36,10 @@ Agent = tuple[int, ...]
 class _Asked:
     """An action that was asked for; ``answers`` are of the question asked last."""
 
-    action: Action
+    action: wire.Action
     done: Future[None] = field(default_factory=Future)
     number: int = 0
-    point: Point | None = None
+    point: wire.Point | None = None
     due: float = math.inf
     is_held: bool = False
     answers: dict[Agent, Any] = field(default_factory=dict)
@@ -70,7 +55,7 @@ class CommonActions:
 
     def __init__(
         self,
-        send: Post,
+        send: wire.Post,
         agents: Callable[[], Iterable[Agent]],
         on_pause: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -82,7 +67,7 @@ class CommonActions:
         self._lock = threading.RLock()
         self._line: list[_Asked] = []
         self._number = 0
-        self._stop_answers: dict[Agent, Passed] = {}
+        self._stop_answers: dict[Agent, wire.Passed] = {}
         self._is_stopping = False
         # The pause in which all ranks are; who waits for its end, and which agents have said it.
         self._pause = 0
@@ -91,7 +76,7 @@ class CommonActions:
 
     # ---- what anybody asks -------------------------------------------------------------------
 
-    def ask(self, action: Action) -> Future[None]:
+    def ask(self, action: wire.Action) -> Future[None]:
         """Have all ranks do an action, once it is its turn; the future says when they have.
 
         New values of knobs that wait for their turn are replaced by newer ones.
@@ -102,7 +87,9 @@ class CommonActions:
             last = self._line[-1] if self._line else None
             is_set = action.kind == "set"
             if last is not None and is_set and last.action.kind == "set" and not last.number:
-                last.action = Action(kind="set", values={**last.action.values, **action.values})
+                last.action = wire.Action(
+                    kind="set", values={**last.action.values, **action.values}
+                )
                 return last.done
             asked = _Asked(action=action)
             self._line.append(asked)
@@ -116,7 +103,7 @@ class CommonActions:
                 return ended(None)
             if self._pause_over is None:
                 self._pause_over = Future()
-                self._send(GoOn, number=self._pause)
+                self._send(wire.GoOn, number=self._pause)
             return self._pause_over
 
     def note_stop(self) -> None:
@@ -132,15 +119,15 @@ class CommonActions:
 
     def take(self, agent: Agent, message: wire.Message) -> None:
         with self._lock:
-            if isinstance(message, PointReached) and message.number == STOP:
+            if isinstance(message, wire.PointReached) and message.number == STOP:
                 self._stop_answers[agent] = message.passed
-            elif isinstance(message, PauseEnded):
+            elif isinstance(message, wire.PauseEnded):
                 self._back.add(agent)
             elif self._line and getattr(message, "number", 0) == self._line[0].number:
                 first = self._line[0]
-                if isinstance(message, ActionDone):
+                if isinstance(message, wire.ActionDone):
                     first.num_did[agent] = message.num_ranks
-                elif isinstance(message, (PointReached, HoldAnswered)):
+                elif isinstance(message, (wire.PointReached, wire.HoldAnswered)):
                     first.answers[agent] = message
             self.look()
 
@@ -151,7 +138,7 @@ class CommonActions:
             if agents and agents <= self._stop_answers.keys():
                 point = leave_after(self._stop_answers[agent] for agent in agents)
                 self._stop_answers = {}
-                self._send(ActAt, number=STOP, point=point)
+                self._send(wire.ActAt, number=STOP, point=point)
             if self._pause and agents <= self._back:
                 self._end_pause()
             if self._line and self._line[0].number and agents:
@@ -179,7 +166,7 @@ class CommonActions:
             text = f"{len(content)} bytes of knobs' values: at most {MAX_CONTENT} at a time"
             self._finish_first(ValueError(text))
             return
-        self._send(Act, number=first.number, content=content)
+        self._send(wire.Act, number=first.number, content=content)
 
     def _follow(self, first: _Asked, agents: set[Agent]) -> None:
         if agents <= first.num_did.keys():
@@ -201,12 +188,12 @@ class CommonActions:
         elif not agents <= first.answers.keys():
             if first.point is not None and not first.is_held and self._clock() >= first.due:
                 first.is_held, first.answers = True, {}
-                self._send(Hold, number=first.number)
+                self._send(wire.Hold, number=first.number)
         elif first.is_held:
             first.is_held = False
             if any(first.answers[agent].did for agent in agents):
                 first.due = math.inf
-                self._act_at(first, first.point or NOWHERE)
+                self._act_at(first, first.point or wire.NOWHERE)
             else:
                 self._withdraw(first, TimeoutError(_no_point(first.action)))
         elif refused := [one.refused for one in first.answers.values() if one.refused]:
@@ -216,12 +203,12 @@ class CommonActions:
             first.point, first.due = point, self._clock() + POINT_SECONDS
             self._act_at(first, point)
 
-    def _act_at(self, first: _Asked, point: Point) -> None:
+    def _act_at(self, first: _Asked, point: wire.Point) -> None:
         first.answers = {}
-        self._send(ActAt, number=first.number, point=point)
+        self._send(wire.ActAt, number=first.number, point=point)
 
     def _withdraw(self, first: _Asked, error: Exception) -> None:
-        self._act_at(first, NOWHERE)
+        self._act_at(first, wire.NOWHERE)
         self._finish_first(error)
 
     def _finish_first(self, error: Exception | None) -> None:
@@ -253,13 +240,13 @@ def ended(error: Exception | None) -> Future[None]:
     return future
 
 
-def _while_paused(action: Action) -> Exception | None:
+def _while_paused(action: wire.Action) -> Exception | None:
     if action.kind == "pause":
         return None
     return RuntimeError(f"{action.kind}: the run is paused; call run.go_on() first")
 
 
-def _no_point(action: Action) -> str:
+def _no_point(action: wire.Action) -> str:
     what = {"set": "take the new value", "save": "save", "pause": "pause"}[action.kind]
     return (
         f"the ranks did not come to a common point within {POINT_SECONDS:g} s at which they could "

@@ -55,8 +55,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
 from typing import ClassVar
 
-from notebook_accel.actions.messages import Passed, Point
-from notebook_accel.wire import StepTimes
+from notebook_accel.wire import Passed, Point, StepTimes
 
 # How long to wait after the flag goes up until all rows are true: a processor may hold back the
 # write of a rank that read the flag just before, for less than a microsecond.

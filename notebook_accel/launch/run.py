@@ -21,7 +21,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from notebook_accel.actions.messages import Action
+from notebook_accel import wire
 from notebook_accel.config.checks import as_choice, as_seconds
 from notebook_accel.errors import (
     ConfigError,
@@ -36,7 +36,6 @@ from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_state import RESCUED, Failure, Progress, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.rank.knob_limits import checked
-from notebook_accel.wire import KnobValue
 
 # How long results are kept; two errors end with these words.
 _KEPT = (
@@ -411,7 +410,7 @@ class Run:
 
     # ---- at a common step of all ranks -----------------------------------------------------
 
-    def set(self, **values: KnobValue) -> None:
+    def set(self, **values: wire.KnobValue) -> None:
         """Give knobs new values, on all ranks at the same step; return when they have them.
 
         A knob that the function has not made yet gets its value when it is made; a warning says
@@ -441,7 +440,7 @@ class Run:
                 f"has made no such knob; it has {has}. Make it by accelerator.knob(name, default)"
             )
         values = {k: checked(made[k], v) if k in made else v for k, v in values.items()}
-        asked = self._call.act(Action(kind="set", values=values))
+        asked = self._call.act(wire.Action(kind="set", values=values))
         if unknown and made and not asked.done():
             warnings.warn(
                 f"the function has made no knob {', '.join(unknown)} yet (it has "
@@ -464,7 +463,7 @@ class Run:
         Example:
             >>> run.save()  # doctest: +SKIP
         """
-        self._await(self._call.act(Action(kind="save")))
+        self._await(self._call.act(wire.Action(kind="save")))
 
     def pause(self) -> None:
         """Have all ranks wait at the same step; return when they do, or do already.
@@ -479,7 +478,7 @@ class Run:
         Example:
             >>> run.pause()  # doctest: +SKIP
         """
-        self._await(self._call.act(Action(kind="pause")))
+        self._await(self._call.act(wire.Action(kind="pause")))
 
     def go_on(self) -> None:
         """End a pause: the training goes on, to the bit as if there had been none.
@@ -708,7 +707,7 @@ def cloner_of(run: Run) -> Callable[..., Run] | None:
 
 def save_to(run: Run, folder: Path) -> None:
     """Have all ranks write a checkpoint at a common step; return when it is written."""
-    run._await(run._call.act(Action(kind="save", folder=str(folder))))
+    run._await(run._call.act(wire.Action(kind="save", folder=str(folder))))
 
 
 def call_of(run: Run) -> Call:

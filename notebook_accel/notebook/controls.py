@@ -14,14 +14,13 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accel.actions.messages import Action
+from notebook_accel import wire
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.rank.knob_limits import checked
 from notebook_accel.render.markup import element, join, shorten
-from notebook_accel.wire import KnobMade
 
 _SAVE_TOOLTIP = (
     "accelerator.should_save is True on all ranks at the same step; after resume_or_start the "
@@ -102,19 +101,19 @@ class Controls:
 
     def _on_save(self) -> None:
         act = call_of(self._run).act
-        self._saving = self._ask("Save now", lambda: act(Action(kind="save")))
+        self._saving = self._ask("Save now", lambda: act(wire.Action(kind="save")))
 
     def _on_pause(self) -> None:
         if self._run.status == "paused":
             self._pausing = self._ask("Go on", call_of(self._run).go_on)
         else:
             act = call_of(self._run).act
-            self._pausing = self._ask("Pause", lambda: act(Action(kind="pause")))
+            self._pausing = self._ask("Pause", lambda: act(wire.Action(kind="pause")))
 
-    def _set(self, knob: KnobMade, value: object) -> Future[None] | None:
+    def _set(self, knob: wire.KnobMade, value: object) -> Future[None] | None:
         def act() -> Future[None]:
             values = {knob.name: checked(knob, value)}
-            return call_of(self._run).act(Action(kind="set", values=values))
+            return call_of(self._run).act(wire.Action(kind="set", values=values))
 
         return self._ask(knob.name, act)
 
@@ -142,13 +141,13 @@ class _KnobControl:
 
     def __init__(
         self,
-        knob: KnobMade,
+        knob: wire.KnobMade,
         widgets: PanelWidgets,
-        ask: Callable[[KnobMade, object], Future[None] | None],
+        ask: Callable[[wire.KnobMade, object], Future[None] | None],
     ) -> None:
         self._knob = knob
         self._ask = ask
-        self._shown: KnobMade | None = None
+        self._shown: wire.KnobMade | None = None
         self._asked: Future[None] | None = None
         self._drawing_thread = 0
         self.control = control_of(knob, widgets)
@@ -156,7 +155,7 @@ class _KnobControl:
         self.row = row_of(knob, self.control, self._now, widgets=widgets)
         self.control.observe(self._on_change, names="value")
 
-    def draw(self, knob: KnobMade, *, is_open: bool) -> None:
+    def draw(self, knob: wire.KnobMade, *, is_open: bool) -> None:
         """Show the value that the ranks have, unless a newer one is on its way to them."""
         self._knob = knob
         self.control.disabled = not is_open
@@ -181,14 +180,14 @@ class _KnobControl:
             self._shown = None
 
 
-def row_of(knob: KnobMade, *parts: Any, widgets: PanelWidgets) -> Any:
+def row_of(knob: wire.KnobMade, *parts: Any, widgets: PanelWidgets) -> Any:
     """Return the knob's name and the parts in a row."""
     name = element("div", shorten(knob.name, 60), class_="na", title=shorten(knob.name, 200))
     label = widgets.make(ipywidgets.HTML, str(name), classes="na-knob-name")
     return widgets.make(ipywidgets.HBox, [label, *parts], classes="na-knob")
 
 
-def control_of(knob: KnobMade, widgets: PanelWidgets) -> Any:
+def control_of(knob: wire.KnobMade, widgets: PanelWidgets) -> Any:
     """Make the control that fits the type and the range of a knob."""
     kind, range_ = _kind_of_control(knob)
     # The range stands before the value: within one that is not set yet that would be cut.
@@ -215,7 +214,7 @@ def _kind_of_control(knob: KnobMade) -> tuple[Any, dict[str, Any]]:
     return kind, {**steps, "readout_format": ".3g", **once}
 
 
-def value_in(control: Any, knob: KnobMade) -> Any:
+def value_in(control: Any, knob: wire.KnobMade) -> Any:
     """Return what a person has chosen in the control of a knob."""
     value = control.value
     if not isinstance(control, ipywidgets.FloatLogSlider) or value == knob.value:

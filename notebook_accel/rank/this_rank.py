@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from notebook_accel import wire
-from notebook_accel.actions.messages import Action
 from notebook_accel.actions.scoreboard import STOP, Scoreboard
 from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped
 
@@ -534,7 +533,7 @@ class LaunchedContext(RankContext):
         if number is None or number == STOP:
             return number == STOP
         self._did = number
-        action = msgspec.msgpack.decode(self._board.content, type=Action)
+        action = msgspec.msgpack.decode(self._board.content, type=wire.Action)
         if action.kind == "pause":
             training = self._newest_training()
             with training.off_device() if training else contextlib.nullcontext():

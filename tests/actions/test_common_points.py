@@ -20,7 +20,6 @@ from notebook_accel import wire
 from notebook_accel.actions import scoreboard
 from notebook_accel.actions.acting import Acting
 from notebook_accel.actions.common_actions import POINT_SECONDS, CommonActions
-from notebook_accel.actions.messages import Act, ActAt, Action, GoOn, Hold
 from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.errors import RunStopped
 from notebook_accel.rank import this_rank as rank_module
@@ -120,7 +119,7 @@ class World:
         self.actions = CommonActions(self._send, lambda: agents, self._note_pause, lambda: self.now)
         self.ranks: list[Rank] = []
         self.ranks += [Rank(self, boards[n // RANKS_EACH], n) for n in range(4)]
-        self.asked: list[tuple[Action, Future[None]]] = []
+        self.asked: list[tuple[wire.Action, Future[None]]] = []
         self.is_paused = False
         self.stops = False
 
@@ -136,21 +135,21 @@ class World:
 
     def _hear_kernel(self, index: int) -> None:
         agent, message = self.acting[index], self.to_agent[index].popleft()
-        if isinstance(message, Act):
+        if isinstance(message, wire.Act):
             is_pause = b"pause" in message.content
             agent.ask(message, is_pause=is_pause, refused="", now=self.now)
-        elif isinstance(message, ActAt):
+        elif isinstance(message, wire.ActAt):
             agent.act_at(message)
-        elif isinstance(message, Hold):
+        elif isinstance(message, wire.Hold):
             agent.hold(message, self.now)
-        elif isinstance(message, GoOn):
+        elif isinstance(message, wire.GoOn):
             agent.go_on()
         else:
             agent.ask_stop(self.now)
 
     def _ask(self, number: int) -> None:
         kind = self.chance.choice(["set", "set", "save", "pause"])
-        action = Action(kind=kind, values={"x": number} if kind == "set" else {})
+        action = wire.Action(kind=kind, values={"x": number} if kind == "set" else {})
         self.asked.append((action, self.actions.ask(action)))
 
     def _someone_asks(self, number: int) -> None:
@@ -238,7 +237,7 @@ def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop() -> 
     board.row(0).call_over = 1
     posted: list[tuple[str, int]] = []
     acting = Acting(board, lambda kind, /, **sent: posted.append((kind.__name__, sent["number"])))
-    acting.ask(Act(number=1, content=b""), is_pause=False, refused="", now=0.0)
+    acting.ask(wire.Act(number=1, content=b""), is_pause=False, refused="", now=0.0)
     acting.ask_stop(0.0)
     acting.tick(1.0)
     acting.tick(2.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.actions.messages import Passed, Point
+from notebook_accel import wire
 from notebook_accel.actions.scoreboard import FLAG_SECONDS, STOP, Scoreboard, leave_after
 
 fork = mp.get_context("fork")
@@ -48,7 +48,7 @@ def loops(num_ranks: int, counter: str) -> tuple[Scoreboard, list[Loop]]:
     return board, [Loop(board, rank, counter) for rank in range(num_ranks)]
 
 
-def stop(*boards: Scoreboard) -> Point:
+def stop(*boards: Scoreboard) -> wire.Point:
     """What agents and kernel do for a stop."""
     for board in boards:
         board.ask(STOP)
@@ -60,7 +60,7 @@ def stop(*boards: Scoreboard) -> Point:
     return point
 
 
-def answer(board: Scoreboard) -> Passed:
+def answer(board: Scoreboard) -> wire.Passed:
     deadline = time.monotonic() + SOON
     while (point := board.passed()) is None:
         assert time.monotonic() < deadline, "a rank never says whether it went on"
@@ -122,7 +122,7 @@ def test_the_highest_point_of_all_agents_counts() -> None:
     there, (other,) = loops(1, "batches")
     for _ in range(3):
         other.leaves()
-    assert stop(here, there) == Point(batches=4, reads=1, begun=1)
+    assert stop(here, there) == wire.Point(batches=4, reads=1, begun=1)
     assert [one.leaves() for _ in range(4)] == [False] * 3 + [True]
     assert other.leaves()
 
@@ -131,7 +131,7 @@ def test_a_function_that_reads_on_any_machine_decides_for_itself() -> None:
     here, (reader,) = loops(1, "reads")
     there, (batches,) = loops(1, "batches")
     reader.leaves()
-    assert stop(here, there) == Point(batches=None, reads=2)
+    assert stop(here, there) == wire.Point(batches=None, reads=2)
     # It has not come to its first read yet: its peer goes on after its batch.
     assert not batches.leaves()
     late = Loop(there, 0, "reads")
@@ -147,10 +147,10 @@ def test_nobody_leaves_and_nobody_passes_before_the_point_is_known() -> None:
     waiting = threading.Thread(target=lambda: left.append(one.leaves()), daemon=True)
     waiting.start()
     time.sleep(FLAG_SECONDS)
-    assert answer(board) == Passed(batches=1)
+    assert answer(board) == wire.Passed(batches=1)
     waiting.join(0.05)
     assert waiting.is_alive()
-    board.act_at(Point(batches=2, reads=1))
+    board.act_at(wire.Point(batches=2, reads=1))
     waiting.join(SOON)
     assert left == [False]
     assert [one.leaves(), other.leaves()] == [True, True]
@@ -164,12 +164,12 @@ def test_a_rank_between_its_two_writes_is_about_to_say() -> None:
     assert board.passed() is None
     # It looked before the flag went up, and goes on.
     other.row.passed_reads = 1
-    assert board.passed() == Passed(reads=1, reads_should_stop=True)
+    assert board.passed() == wire.Passed(reads=1, reads_should_stop=True)
     other.comes()
     assert board.passed() is None
     # It looked after that, and waits.
     other.row.waits_reads, other.row.round = 2, 1
-    assert board.passed() == Passed(reads=1, reads_should_stop=True)
+    assert board.passed() == wire.Passed(reads=1, reads_should_stop=True)
 
 
 def test_a_rank_that_never_says_counts_as_if_it_had_gone_on() -> None:
@@ -178,7 +178,7 @@ def test_a_rank_that_never_says_counts_as_if_it_had_gone_on() -> None:
     board.ask(STOP)
     assert board.passed() is None
     point = board.passed(patient=False)
-    assert point == Passed(reads=1, reads_should_stop=True)
+    assert point == wire.Passed(reads=1, reads_should_stop=True)
     board.act_at(leave_after([point]))
     # It was only slow, and had not gone on after all.
     assert board.due(1, "reads") is None

@@ -38,7 +38,6 @@ import torch.multiprocessing as mp
 from notebook_accel import wire
 from notebook_accel.actions.acting import Acting
 from notebook_accel.actions.ending import STAGES, Ending, Stage
-from notebook_accel.actions.messages import Act, ActAt, Action, GoOn, Hold, PointReached
 from notebook_accel.actions.scoreboard import STOP, Scoreboard
 from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_logs import rank_logs
@@ -334,15 +333,15 @@ class Agent:
 
     def _handle_message_of_call(self, message: wire.Message) -> None:
         now = time.monotonic()
-        if isinstance(message, Act):
+        if isinstance(message, wire.Act):
             self._act(message, now)
-        elif isinstance(message, ActAt):
+        elif isinstance(message, wire.ActAt):
             if message.number == STOP:
                 self._stopping_since = now
             self._acting.act_at(message)
-        elif isinstance(message, Hold):
+        elif isinstance(message, wire.Hold):
             self._acting.hold(message, now)
-        elif isinstance(message, GoOn):
+        elif isinstance(message, wire.GoOn):
             self._acting.go_on()
         elif isinstance(message, wire.RankFailed):
             self._begin_settle_window()
@@ -353,10 +352,10 @@ class Agent:
             self._enter_stage(STAGES[type(message)], grace=getattr(message, "grace", None))
             if isinstance(message, wire.Stop) and self._ending is before:
                 # Answered in any case: by that the kernel knows that this agent lives.
-                self._post_of_call(PointReached, number=STOP)
+                self._post_of_call(wire.PointReached, number=STOP)
 
-    def _act(self, message: Act, now: float) -> None:
-        is_pause = msgspec.msgpack.decode(message.content, type=Action).kind == "pause"
+    def _act(self, message: wire.Act, now: float) -> None:
+        is_pause = msgspec.msgpack.decode(message.content, type=wire.Action).kind == "pause"
         refused = ""
         on_devices = sum(rank.row.device_memory for rank in self._in_call())
         if is_pause and on_devices > (free := free_memory()):

@@ -46,7 +46,6 @@ from functools import partial
 import msgspec
 
 from notebook_accel import wire
-from notebook_accel.actions.messages import Action
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.curves import LiveCurves
@@ -167,7 +166,7 @@ class Call:
 
     # ---- at a common point of all ranks --------------------------------------------------------
 
-    def act(self, action: Action) -> Future[None]:
+    def act(self, action: wire.Action) -> Future[None]:
         """Have all ranks do an action at a common point; the future says when they have."""
         raise NotebookAccelError(f"{action.kind}: {_OUT_OF_REACH}")
 
@@ -325,7 +324,7 @@ class RankCall(Call):
                 self.state = replace(self.state, status="stopping")
             return True
 
-    def act(self, action: Action) -> Future[None]:
+    def act(self, action: wire.Action) -> Future[None]:
         return self._pool.act(action, call=self.number)
 
     def go_on(self) -> Future[None]:

@@ -31,7 +31,6 @@ import msgspec
 
 from notebook_accel import wire
 from notebook_accel.actions.common_actions import CommonActions, ended
-from notebook_accel.actions.messages import Action
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink, LostAgent
 from notebook_accel.launch.control.run_state import ProcessState, RunState, apply_to_processes
@@ -280,7 +279,7 @@ class RankPool:
         actions.note_stop()
         self.send(kind(run=self.run, call=call, **fields))
 
-    def act(self, action: Action, *, call: int) -> Future[None]:
+    def act(self, action: wire.Action, *, call: int) -> Future[None]:
         """Have all ranks do an action at a common point; the future says when they have."""
         with held(), self._lock:
             actions = self._actions if self._is_in(call) else None

@@ -26,7 +26,6 @@ from typing import Union
 import msgspec
 
 from notebook_accel import wire
-from notebook_accel.actions import messages as action_messages
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.text.terminal_text import escaped
 
@@ -35,7 +34,6 @@ from notebook_accel.launch.text.terminal_text import escaped
 
 _encoder = msgspec.msgpack.Encoder()
 # The closed union of all messages: it is built once, before anybody could add one.
-assert issubclass(action_messages.Act, wire.Message)  # those are loaded, too
 _decoder: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(
     Union[tuple(wire.Message.__subclasses__())]
 )

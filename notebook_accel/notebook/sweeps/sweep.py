@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from notebook_accel.actions.messages import Action
+from notebook_accel import wire
 from notebook_accel.config import resolve
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError
@@ -383,7 +383,7 @@ class Sweep:
         elif pausing is None and trial.has_had_its_turn and not trial.pruned:
             trial.end_turn()
             if self._arguments.has_more or self._paused:
-                trial.pausing = call_of(trial.run).act(Action(kind="pause"))
+                trial.pausing = call_of(trial.run).act(wire.Action(kind="pause"))
             elif self._arguments.should_prune(trial, after_turn=True):
                 self._prune(trial)
 

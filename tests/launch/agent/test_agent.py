@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.actions.messages import ActAt, Point, PointReached
 from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
@@ -228,8 +227,8 @@ def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent: AgentByHand) -> Non
     agent.call(leave, last=True)
     agent.wait_for(wire.Output)
     agent.say(wire.Stop, grace=0.2)
-    point = agent.wait_for(PointReached)
-    agent.say(ActAt, number=point.number, point=Point(reads=point.passed.reads + 1))
+    point = agent.wait_for(wire.PointReached)
+    agent.say(wire.ActAt, number=point.number, point=wire.Point(reads=point.passed.reads + 1))
     assert agent.wait_for(wire.RankEnded).exitcode == 0
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from notebook_accel import LaunchError, wire
-from notebook_accel.actions.messages import ActAt, Passed, PointReached
 from notebook_accel.actions.scoreboard import STOP
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
@@ -233,7 +232,7 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
     call.stop()
     assert isinstance(first.next(), wire.BeginCall)
     assert isinstance(first.next(), wire.Stop)
-    first.tell(PointReached, number=STOP, passed=Passed(batches=0))
+    first.tell(wire.PointReached, number=STOP, passed=wire.Passed(batches=0))
     assert second.says_nothing_new()
     first.tell(wire.PortReserved, port=4321)
     # An agent drops what is about a call that it does not know: in this order.
@@ -241,9 +240,9 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
     assert isinstance(second.next(), wire.Stop)
     call.press(1)
     assert isinstance(second.next(), wire.Interrupt)
-    second.tell(PointReached, number=STOP, passed=Passed(batches=3))
+    second.tell(wire.PointReached, number=STOP, passed=wire.Passed(batches=3))
     for agent in (second, first):
-        while not isinstance(said := agent.next(), ActAt):
+        while not isinstance(said := agent.next(), wire.ActAt):
             assert isinstance(said, wire.Interrupt)
         assert said.point.batches == 4
 
@@ -254,10 +253,10 @@ def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
     two.pool.ask_end(wire.Stop, call=1, grace=1.0)
     for agent in two.agents:
         assert isinstance(agent.next(), wire.Stop)
-    two.agents[1].tell(PointReached, number=STOP, passed=Passed(batches=5))
+    two.agents[1].tell(wire.PointReached, number=STOP, passed=wire.Passed(batches=5))
     two.agents[0].channel.close()
     kinds = [type(two.agents[1].next()) for _ in range(2)]
-    assert kinds == [wire.RankFailed, ActAt]
+    assert kinds == [wire.RankFailed, wire.ActAt]
 
 
 # ---- an agent that does not answer ---------------------------------------------------------------
