@@ -227,11 +227,14 @@ class Agent:
         if self._call and not self._ending.is_last and not self._in_call():
             # All ranks have left this call: forget its stages, or they would cut a shutdown short.
             self._ending = Ending(grace=self._ending.grace, is_last=False)
+        # With no rank in the call any more, the living processes count: a thread of the user's may
+        # keep one of them for ever.
+        ranks = self._in_call() or [rank for rank in self.ranks if rank.alive]
         stage = self._ending.next_stage(
             now=now,
             stuck=self._are_stuck(now, since=self._stopping_since),
             hears=any(rank.clock.hears for rank in self._going_on()),
-            leaving=self._are_leaving(),
+            leaving=all(map(self._is_reached, ranks)),
             all_settle=all(rank.has_started and not rank.is_dying for rank in self._in_call()),
         )
         if stage is not None:
@@ -260,13 +263,6 @@ class Agent:
         """Return whether the rank has left at the point to which an interrupt brought all ranks."""
         return rank.row.seen_interrupt == self._call
 
-    def _can_align(self, now: float) -> bool:
-        """Return whether an interrupt is to bring the ranks to one point first."""
-        if self._ending.stage != Stage.NONE or self._ending.has_failed:
-            return False
-        ranks = self._in_call()
-        return all(rank.row.is_asynchronous for rank in ranks) and not self._are_stuck(now, since=0)
-
     def _are_stuck(self, now: float, *, since: float) -> bool:
         """Return whether none of the ranks that a stop has not reached makes progress."""
         grace = self._ending.grace if self._ending.stage == Stage.STOP else None
@@ -287,13 +283,6 @@ class Agent:
                 text = f"Stop waits: rank {rank.rank} is in {step} (Stop again {again} it)"
                 self._post_of_call(wire.Notice, text=text)
                 return
-
-    def _are_leaving(self) -> bool:
-        """Return whether the stop has reached each rank in the call, so that it ends by itself."""
-        # With no rank in the call any more, the living processes count: a thread of the user's may
-        # keep one of them for ever.
-        ranks = self._in_call() or [rank for rank in self.ranks if rank.alive]
-        return all(map(self._is_reached, ranks))
 
     def _in_call(self) -> list[RankProcess]:
         """Return the living ranks whose part of the current call has not ended."""
@@ -444,9 +433,13 @@ class Agent:
         self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
     ) -> None:
         for message, fds in messages:
-            if self._may_say(rank, message):
-                # The agent sets the rank itself: user code can write to the channel of its rank,
-                # and name another one.
+            # User code can write to the channel of its rank: only what a rank may say now is passed
+            # on, and the agent sets the rank itself.
+            if isinstance(message, (wire.Returned, wire.Raised)):
+                may_say = rank.is_in_call and message.call == self._call
+            else:
+                may_say = message.from_rank and message.call in (0, self._call)
+            if may_say:
                 stamped = msgspec.structs.replace(message, rank=rank.rank)
                 if isinstance(stamped, wire.Metric):
                     self._metrics.append(stamped)
@@ -466,16 +459,6 @@ class Agent:
         if self._metrics:
             metrics, self._metrics = tuple(self._metrics), []
             self._post(wire.Metrics, call=self._call, metrics=metrics)
-
-    def _may_say(self, rank: RankProcess, message: wire.Message) -> bool:
-        """Return whether a rank may send this message now, judged by its class and call number.
-
-        User code can write to the channel of its rank, so the agent forwards only permitted
-        messages.
-        """
-        if isinstance(message, (wire.Returned, wire.Raised)):
-            return rank.is_in_call and message.call == self._call
-        return message.from_rank and message.call in (0, self._call)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
         if isinstance(message, wire.RankReady):
@@ -581,7 +564,13 @@ class Agent:
     def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
         """Take one step of ending the call, unless it or a harder step was taken before."""
         before, now = self._ending, time.monotonic()
-        if stage == Stage.INTERRUPT and self._can_align(now):
+        if (
+            stage == Stage.INTERRUPT
+            and before.stage == Stage.NONE
+            and not before.has_failed
+            and all(rank.row.is_asynchronous for rank in self._in_call())
+            and not self._are_stuck(now, since=0)
+        ):
             stage = Stage.ALIGN
         self._ending = before.ask(stage, now=now, grace=grace)
         if self._ending is before:

@@ -128,14 +128,12 @@ def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, 
 
 
 def _spaced(lines: Sequence[str]) -> str:
-    kinds = [*map(_num_blank_lines, lines)]
+    kinds = []
+    for line in lines:
+        node = ast.parse(line).body[0]
+        kinds.append(2 if isinstance(node, _DEFINITIONS) else int(isinstance(node, _IMPORTS)))
     gaps = [2 if 2 in pair else int(pair[0] != pair[1]) for pair in itertools.pairwise(kinds)]
     return "".join(line + "\n" * (1 + gap) for line, gap in zip(lines, [*gaps, 0], strict=False))
-
-
-def _num_blank_lines(line: str) -> int:
-    node = ast.parse(line).body[0]
-    return 2 if isinstance(node, _DEFINITIONS) else int(isinstance(node, _IMPORTS))
 
 
 def _statements(cells: Sequence[str], known: Mapping[str, Any]) -> list[_Statement]:

@@ -134,10 +134,15 @@ class Server:
                 self._tell(msgspec.structs.replace(state, run=message.run))
 
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
+        def be_agent() -> None:
+            for number in self._descriptors():
+                os.close(number)
+            run_agent(message, fds[0], self._kernel)
+
         pid = 0
         try:
             prepared = self._preparer.fork_agent(message, fds[0]) if message.is_prepared else 0
-            pid = prepared or fork(lambda: self._run_agent(message, fds[0]))
+            pid = prepared or fork(be_agent)
             exit_fd = processes.watch_exit(pid)
             self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
             self._agents[pid], self._runs[pid] = exit_fd, message.run
@@ -150,11 +155,6 @@ class Server:
         for fd in fds:
             os.close(fd)
         self._tell(answer)
-
-    def _run_agent(self, message: wire.ForkAgent, fd: int) -> None:
-        for number in self._descriptors():
-            os.close(number)
-        run_agent(message, fd, self._kernel)
 
     def _reap(self, pid: int) -> None:
         exit_fd = self._agents.pop(pid)

@@ -35,6 +35,7 @@ _BREAKS = re.compile(r"[\s\x85]+")
 MAX_LINE = 4_000
 # Stands for what was left out. In a log a lone ellipsis could be the program's own.
 GAP = " […] "
+_HALF = (MAX_LINE - len(GAP)) // 2
 
 
 def escaped(value: Any) -> Any:
@@ -112,13 +113,7 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
     if "\r" in text or tail.is_rewound:
         new = list(map(as_shown, new))
     if max(map(len, new)) > MAX_LINE:
-        new = list(map(_both_ends, new))
+        new = [
+            line if len(line) <= MAX_LINE else line[:_HALF] + GAP + line[-_HALF:] for line in new
+        ]
     return Tail((*lines, *new)[-limit:], is_open, is_rewound)
-
-
-def _both_ends(line: str) -> str:
-    """Return a line without its middle if it has more than ``MAX_LINE`` characters."""
-    if len(line) <= MAX_LINE:
-        return line
-    half = (MAX_LINE - len(GAP)) // 2
-    return f"{line[:half]}{GAP}{line[-half:]}"

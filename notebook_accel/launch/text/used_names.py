@@ -144,7 +144,10 @@ class _Reader:
                 self.used |= set(names) - own
                 self.dotted |= names_of(text).dotted
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            exported = _exported(node.module)
+            source = sys.modules.get(node.module or "")
+            known = {} if source is None else vars(source)
+            public = [each for each in known if not each.startswith("_")]
+            exported = set(known.get("__all__", public))
             self.assigned |= exported
             own |= exported
         module = ast.Module([node], [])
@@ -178,13 +181,6 @@ def _dotted(node: ast.AST) -> set[str]:
     if not names or not isinstance(node, ast.Name):
         return set()
     return {".".join([node.id, *names])}
-
-
-def _exported(name: str | None) -> set[str]:
-    """Return the names that ``from NAME import *`` assigns; empty if NAME is not imported yet."""
-    module = sys.modules.get(name or "")
-    known = {} if module is None else vars(module)
-    return set(known.get("__all__", [each for each in known if not each.startswith("_")]))
 
 
 def _texts_for_ipython(call: ast.Call) -> list[str]:

@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -42,7 +43,7 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.packets import pack, unpack
 from notebook_accel.launch.setup.notebook_state import apply_notebook_state
-from notebook_accel.launch.setup.steps import Step, take_over
+from notebook_accel.launch.setup.steps import take_over
 from notebook_accel.launch.template.prepared_libraries import OF_TEMPLATE, is_library, modules_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -346,7 +347,8 @@ class Worker:
             interrupts.begin_call(message.call)
             if self._setup_error is not None:
                 raise self._setup_error
-            call = payload.unpack_call(packed, sent_before=self._sent, take_over=self._take_over)
+            silently = partial(displays.muted()(take_over), notice=context.notice)
+            call = payload.unpack_call(packed, sent_before=self._sent, take_over=silently)
             if message.by_value:
                 call = replace(call, sent={})
             self._sent = call.sent
@@ -374,10 +376,6 @@ class Worker:
             if message.keeps_error:
                 context.kept_error = this_rank.KeptError(error)
             return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
-
-    def _take_over(self, steps: Sequence[Step]) -> None:
-        with displays.muted():
-            take_over(steps, self.context.notice)
 
     def _enter_call(self, message: wire.BeginCall) -> None:
         output.reopen_streams(self.report_lost_output)
