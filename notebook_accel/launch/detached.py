@@ -37,9 +37,9 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
+from notebook_accel.launch.control.results import StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs_folder
 from notebook_accel.launch.control.run_state import Failure, RunState
-from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Registry, unpack_exception

@@ -32,9 +32,8 @@ from notebook_accel.errors import (
 )
 from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.plotting import number_steps, plot_together
-from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.results import Results, StoredResults
 from notebook_accel.launch.control.run_state import RESCUED, Failure, Progress, RunState
-from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.rank.knob_limits import checked
 
 # How long results are kept; two errors end with these words.

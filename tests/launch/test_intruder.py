@@ -17,9 +17,9 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.metrics_file import MetricStore
+from notebook_accel.launch.control.results import StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.control.run_state import starting
-from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from notebook_accel.system.own_files import open_log

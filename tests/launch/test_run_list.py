@@ -15,9 +15,9 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
+from notebook_accel.launch.control.results import StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import starting
-from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View

@@ -52,11 +52,10 @@ from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.pool import RankPool
-from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.results import Results, StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, apply, starting
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
-from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Parcel
@@ -643,7 +642,7 @@ class RankCall(Call):
         state = replace(state, has_rescued=results.has_rescued)
         lost_notice = self.folder.save(state)
         if results.has_rescued:
-            unsaved = self.folder.save_rescued(results)
+            unsaved = self.folder.save_rescued(results.rescued_bytes, results.rescued)
             loss = f". A restart loses {unsaved}: save it before" if unsaved else ""
             self.rescued_as = f"{self.handle().rpartition('notebook_accel.')[2]}.rescued{loss}"
             # Said only after the state was saved, which other kernels read: it is for this one.

@@ -83,7 +83,7 @@ class RankPool:
     the pool's own thread, which listens to the agents.
 
     Attributes:
-        is_awaited: whether there are no ranks yet (waiting.py).
+        is_awaited: whether there are no ranks yet (engines/local.py).
     """
 
     is_awaited = False

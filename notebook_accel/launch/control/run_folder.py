@@ -28,7 +28,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -39,9 +39,9 @@ import platformdirs
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, NotebookAccelError
-from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.text.terminal_text import as_shown
+from notebook_accel.launch.transport.channel import encode
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.open_files import TOO_MANY_FILES, too_many_files
 from notebook_accel.system.own_files import (
@@ -237,7 +237,7 @@ class RunFolder:
                 with open(self.config_path, "w", encoding="utf-8", opener=own_file) as settings:
                     settings.write(_text_of(config))
             with open(part, "r+b" if part.exists() else "wb", opener=own_file) as file:
-                file.write(msgspec.msgpack.encode(state))
+                file.write(encode(state))
                 file.truncate()
             part.replace(path)
             if state.detached and not state.has_ended:
@@ -245,7 +245,7 @@ class RunFolder:
                 room = (self.path / _STATE).with_suffix(".part")
                 with contextlib.suppress(OSError), open(room, "wb", opener=own_file) as file:
                     os.posix_fallocate(file.fileno(), 0, _STATE_BYTES)
-        except (OSError, UnicodeEncodeError) as error:
+        except OSError as error:
             return lost_files_notice(
                 "how this run ended is known to this kernel alone", self.path, error
             )
@@ -267,13 +267,12 @@ class RunFolder:
                 return replace(state, began=None)
         return None
 
-    def save_rescued(self, results: Results) -> str:
-        """Save the training state of a stopped run; an error is not raised.
+    def save_rescued(self, size: int, rescued: Callable[[], Any]) -> str:
+        """Save the training state of a stopped run, of ``size`` bytes; an error is not raised.
 
         Returns:
             A phrase for what could not be saved and why; "" if all was saved.
         """
-        size = results.rescued_bytes
         part = self._rescued_path.with_suffix(".part")
         try:
             if size > _RESCUED_BYTES:
@@ -282,7 +281,7 @@ class RunFolder:
                     f"all of it ({size / 1e9:.1f} GB, of which a run's folder takes at most {most})"
                 )
             with open(part, "w+b", opener=own_file) as file:
-                results.rescued().write(file)
+                rescued().write(file)
             part.replace(self._rescued_path)
         except Exception as error:  # what the user's classes raise, and torch on a full disk
             part.unlink(missing_ok=True)
@@ -398,7 +397,7 @@ def making_files(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
+def lost_files_notice(what: str, folder: Path, error: OSError | None) -> str:
     """Return a message for the user about lost files: what is lost, why, and what to do.
 
     Args:
@@ -409,7 +408,7 @@ def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeErr
             f"files of this run were deleted while it went on ({folder}): logs and metrics are "
             "lost. Launch again to have them"
         )
-    if isinstance(error, OSError) and error.errno in FULL_DISK:
+    if error.errno in FULL_DISK:
         return f"disk full: {what} ({folder}). {_REMEDY}"
     return f"{what} ({folder}): {error}. {_REMEDY}"
 

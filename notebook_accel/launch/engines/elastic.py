@@ -126,7 +126,7 @@ class ElasticEngine(MachinesEngine):
             return replace(here, environment={**here.environment, **torchelastic_variables(config)})
         sizes = [_num_ranks(machine.info, config, here) for machine in self._machines]
         # Of an interface of this machine, which the host name in master_addr does not say.
-        address = self._machines[0].own_address
+        address = self._machines[0].link.own_address
         common = {
             **here.environment,
             "MASTER_ADDR": config.master_addr or address,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -32,7 +33,7 @@ from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.call import Call, NewCall, RankCall
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.control.waiting import WaitingPool
+from notebook_accel.launch.control.run_state import ProcessState
 from notebook_accel.launch.engines.engine import Engine, RankPlan
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall
@@ -156,6 +157,62 @@ class AgentEngine(Engine):
     def plan_again(self, request: LaunchRequest) -> RankPlan:
         """Return the plan of the ranks with which a failed run is restarted (``max_restarts``)."""
         return self.plan_ranks(request)
+
+
+class _StoppedError(Exception):
+    """Ends the engine's wait: the run was stopped."""
+
+
+class WaitingPool(RankPool):
+    """In place of ranks that cannot start yet, since machines or room in a cluster are awaited.
+
+    RankCall --is sent to--> WaitingPool, whose thread has the engine wait
+    machines are there: the call is sent to their RankPool, as after a restart
+    stopped, or they do not come: the call ends
+    """
+
+    is_awaited = True
+
+    def __init__(
+        self, start: Callable[[WaitingPool], RankPool], world_size: int, *, run: str, grace: float
+    ) -> None:
+        self.run, self.grace = run, grace
+        self.processes = tuple(ProcessState(rank=rank) for rank in range(world_size))
+        self._links = []
+        self._turn = threading.Lock()
+        self._start = start
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._await, name=f"waits-{run}", daemon=True)
+
+    def check_free(self) -> None:
+        return
+
+    def send_call(self, call: Any, *_: object) -> None:
+        self.late_call: RankCall = call
+        call.begin(1)
+
+    def poll(self) -> None:
+        self.late_call.tick()
+        if self._is_stopped:
+            raise _StoppedError
+
+    def _await(self) -> None:
+        with self._turn:  # until the run is listed and shown
+            call = self.late_call
+        try:
+            call.move_to(self._start(self))
+        except _StoppedError:
+            call.end_unstarted("")
+        except Exception as error:  # in the only thread that can end the call
+            call.end_unstarted(str(error) or type(error).__name__)
+
+    def kill(self, *_: Any, **_asked: Any) -> None:
+        self._is_stopped = True
+
+    ask_end = kill
+
+    def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
+        return []
 
 
 class _NoticesOfWait(View):

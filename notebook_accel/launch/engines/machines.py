@@ -78,8 +78,9 @@ class JoinedMachine:
     """
 
     def __init__(self, link: MachineLink, info: wire.MachineJoined) -> None:
-        self.info = info
-        self._link = link
+        self.info, self.link = info, link
+        self.name = f"{_plain(info.host)} ({link.peer_address})"
+        self.who = f"{_plain(info.user)}@{self.name}"
         self._answers: asyncio.Queue[wire.MachineAgentStarted | None] = asyncio.Queue()
         self._end: AgentEnd | None = None
         self._passing: asyncio.Task[None] | None = None
@@ -88,27 +89,6 @@ class JoinedMachine:
         self._is_idle.set()
         self._outcome = ""
 
-    @property
-    def name(self) -> str:
-        return f"{_plain(self.info.host)} ({self.address})"
-
-    @property
-    def who(self) -> str:
-        """The user who joined, the host name and the IP address; the first two as it says."""
-        return f"{_plain(self.info.user)}@{self.name}"
-
-    @property
-    def address(self) -> str:
-        return self._link.peer_address
-
-    @property
-    def own_address(self) -> str:
-        return self._link.own_address
-
-    @property
-    def is_open(self) -> bool:
-        return self._link.is_open
-
     def take(self, message: wire.Message) -> None:
         """Handle a message of the machine about its agent; called in the connections' thread."""
         if isinstance(message, wire.MachineAgentStarted):
@@ -116,7 +96,7 @@ class JoinedMachine:
         elif isinstance(message, wire.MachineAgentEnded):
             how = f"on {self.name} {message.how}"
             self._end = AgentEnd(how, message.traceback)
-            self._link.detach()
+            self.link.detach()
             self._note_end()
 
     def close_answers(self) -> None:
@@ -167,16 +147,16 @@ class JoinedMachine:
     ) -> wire.MachineAgentStarted | None:
         self._end = None
         self._is_idle.clear()
-        self._passing = await self._link.attach(theirs)
+        self._passing = await self.link.attach(theirs)
         self._passing.add_done_callback(self._end_agent)
-        self._link.send(request)
+        self.link.send(request)
         return await self._answers.get()
 
     def _end_agent(self, _: asyncio.Task[None]) -> None:
         if self._end is not None:
             self._note_end()
         else:
-            self._link.send(wire.EndMachineAgent())
+            self.link.send(wire.EndMachineAgent())
 
     def _note_end(self) -> None:
         """Free the machine for another agent, if the channel of the agent that ended has closed.
@@ -199,16 +179,16 @@ class JoinedMachine:
             self._disconnect()
         elif outcome != "ended":
             # This process may end before the agent has.
-            self._link.send(wire.MachineReleased(outcome=outcome))
+            self.link.send(wire.MachineReleased(outcome=outcome))
 
     def _disconnect(self) -> None:
-        self._link.send(wire.MachineReleased(outcome=self._outcome))
-        self._link.close()
+        self.link.send(wire.MachineReleased(outcome=self._outcome))
+        self.link.close()
 
     def _kill_agent(self) -> None:
         # The connection is all that reaches it. It is kept where the agent has ended by itself.
         if self._end is None:
-            in_background().call_soon_threadsafe(self._link.abort)
+            in_background().call_soon_threadsafe(self.link.abort)
 
     def _how_it_ended(self) -> AgentEnd:
         lost = AgentEnd(
@@ -383,7 +363,7 @@ class MachinesEngine(AgentEngine):
         """Return the plan of the ranks of a restart, on the machines that are still connected."""
         if self._server is None:
             return super().plan_again(request)
-        machines = [machine for machine in self._server.machines if machine.is_open]
+        machines = [machine for machine in self._server.machines if machine.link.is_open]
         return self._plan_on(machines, request)
 
     def close(self, outcome: str = "failed") -> None:

@@ -116,7 +116,7 @@ class RayEngine(MachinesEngine):
             raise LaunchError("no node of the Ray cluster is left: launch again")
         self._machines = machines
         environment = {
-            "MASTER_ADDR": machines[0].address,
+            "MASTER_ADDR": machines[0].link.peer_address,
             "MASTER_PORT": str(request.config.use_port or 0),
             **torchelastic_variables(request.config),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.control.results import StoredResults
 from notebook_accel.launch.payload import pack_result
 from notebook_accel.launch.payload.packets import pack
 from tests.descriptors import open_descriptors
