@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,9 +41,9 @@ from notebook_accel.actions.acting import Acting
 from notebook_accel.actions.ending import STAGES, Ending, Stage
 from notebook_accel.actions.scoreboard import STOP, Scoreboard
 from notebook_accel.launch.agent.ports import RunPorts
-from notebook_accel.launch.agent.rank_logs import rank_logs
 from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.system import open_files, processes, scratch
@@ -125,7 +126,9 @@ class Agent:
         self._has_others = len(launch.ranks) < launch.world_size
         self._has_rank_0 = any(spec.rank == 0 for spec in launch.ranks)
         self._board = Scoreboard(len(launch.ranks), has_others=self._has_others)
-        self._logs = rank_logs(launch, channel)
+        # Of a kernel on another machine, to which the bytes of the files are sent, one of our own.
+        self._log_dir = Path(launch.log_dir or scratch.folder(launch.run, os.getpid()))
+        self._streams: dict[int, int] = {}
         self.ranks: list[RankProcess] = []
         self.ended: list[RankProcess] = []
         self.reaped: list[int] = []
@@ -152,12 +155,16 @@ class Agent:
 
     def start(self) -> None:
         launch = self._launch
-        made_of = launch, self._board, self._logs, self._ports
+        made_of = launch, self._board, self._log_dir, self._ports
         own = [self._channel.fileno(), self._kernel, self._selector.fileno()]
         if self._ports.master is not None:
             own.append(self._ports.master.fileno())
         ranks = (RankProcess(one, *made_of) for one in launch.ranks)
         self.ranks = _START_METHODS[launch.start_method]()(ranks, own)
+        if isinstance(self._channel, FramedChannel):
+            for rank in self.ranks:
+                self._streams[rank.rank] = stream = self._channel.follow(rank.tail.fileno())
+                self._post(wire.LogOpened, rank=rank.rank, stream=stream)
         self._post_pids()
 
     def _post_pids(self) -> None:
@@ -543,7 +550,8 @@ class Agent:
         self._post_metrics()
         for message in rank.last_messages():
             self._channel.post(message)
-        self._logs.end(rank.rank)
+        if isinstance(self._channel, FramedChannel):
+            self._channel.end(self._streams[rank.rank])
         # Once its function has returned, or all have ended the call, a bad exit code fails nobody.
         is_failure = was_in_call or (exitcode and not (rank.has_returned or self._board.all_ended))
         rank.row.call_over = 1

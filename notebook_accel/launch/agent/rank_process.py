@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from notebook_accel import wire
@@ -16,11 +17,11 @@ from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.agent.ports import RunPorts
-from notebook_accel.launch.agent.rank_logs import RankLogs
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
 from notebook_accel.system import processes
+from notebook_accel.system.own_files import log_path, open_log
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.
@@ -51,6 +52,7 @@ class RankProcess:
 
     Attributes:
         inherited: what the rank's process gets from this one.
+        tail: what the rank prints, by the file that it prints into.
         exit_fd: pidfd of the process, readable once the process has ended.
         closed_at: time at which the agent found the connection closed by the rank, in monotonic
             seconds; 0 if the connection is broken for certain (invalid bytes came, or a result
@@ -62,7 +64,7 @@ class RankProcess:
         spec: wire.RankSpec,
         launch: wire.Launch,
         board: Scoreboard,
-        logs: RankLogs,
+        log_dir: Path,
         ports: RunPorts,
     ) -> None:
         """Open what the agent shares with the rank, whose process then starts."""
@@ -78,12 +80,12 @@ class RankProcess:
             store_socket=ports.store,
             channel=Channel(theirs),
             board=board,
-            log=logs.open(spec.rank),
+            log=open_log(log_dir, spec.rank),
             stacks=self._stacks,
             asks=os.eventfd(0),
         )
-        self._tail = FileTail(logs.path(spec.rank))
-        self._tail.skip()  # the output of the attempt before, where ranks are started again
+        self.tail = FileTail(log_path(log_dir, spec.rank))
+        self.tail.skip()  # the output of the attempt before, where ranks are started again
         self.alive = True
         self.ended_by_agent = False
         self.is_in_call = False
@@ -123,7 +125,7 @@ class RankProcess:
             self.exit_fd,
             self._stacks,
             self.inherited.asks,
-            self._tail.fileno(),
+            self.tail.fileno(),
             self._process.sentinel,
         )
 
@@ -221,7 +223,7 @@ class RankProcess:
 
     def _new_output(self, *, final: bool = False) -> Iterator[wire.Message]:
         try:
-            text, skipped = self._tail.read(final=final)
+            text, skipped = self.tail.read(final=final)
         except OSError:  # its disk is gone: the run goes on without this output
             return
         if text or skipped:
@@ -230,8 +232,8 @@ class RankProcess:
                 rank=self.rank,
                 text=text,
                 skipped=skipped,
-                start=self._tail.start,
-                end=self._tail.position,
+                start=self.tail.start,
+                end=self.tail.position,
             )
 
     def _new_sample(self, now: float) -> Iterator[wire.Message]:
