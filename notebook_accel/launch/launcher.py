@@ -72,7 +72,7 @@ def launch(request: LaunchRequest) -> Run:
         check_can_detach(request.config, block=request.block)
     packed = None
     with _telling_failure(request.view):
-        if engine_for(request.config).needs_payload:
+        if engine_for(request.config).starts_ranks:
             preflight.check_platform()
             packed = _pack(request)
             request = replace(request, notices=(*packed.notices, *request.notices))

@@ -247,7 +247,7 @@ def notebook_launcher(
         if ranks is not None:
             return ranks.call(request)
         # Where the ranks can wait for a debugger, and somebody for them.
-        can_hold = block and get_ipython() is not None and engine_for(chosen).keeps_ranks
+        can_hold = block and get_ipython() is not None and engine_for(chosen).starts_ranks
         if can_hold and given_settings(settings, config).get("debug"):
             return launch_for_debugger(request)
         try:

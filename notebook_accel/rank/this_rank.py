@@ -177,9 +177,6 @@ class RankContext:
             step: the step that the metrics belong to; None for no step.
         """
 
-    def bar(self, **state: Any) -> None:
-        """Report the state of a progress bar; a no-op in this base class."""
-
     def notice(self, text: str) -> None:
         """Show a line to the user, only once if several ranks send it; a no-op in this class."""
 
@@ -416,9 +413,6 @@ class LaunchedContext(RankContext):
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         numbers = {str(name): float(value) for name, value in values.items()}
         self.report(wire.Metric, values=numbers, step=None if step is None else _whole(step))
-
-    def bar(self, **state: Any) -> None:
-        self.report(wire.Bar, **state)
 
     def notice(self, text: str) -> None:
         self.report(wire.Notice, text=text)

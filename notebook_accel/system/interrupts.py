@@ -24,9 +24,19 @@ _LOOK_SECONDS = 1.0
 
 
 class Presses:
-    """A counter: ``count`` is how many interrupts a block of :func:`held` has had so far."""
+    """The handler of SIGINT in a block of :func:`held`; ``count`` is how many it has had so far."""
 
-    count = 0
+    def __init__(
+        self, previous: Callable[[int, FrameType | None], object], patience: int | None
+    ) -> None:
+        self.count = 0
+        self.previous = previous
+        self._patience = patience
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self._patience is not None and self.count > self._patience:
+            self.previous(number, frame)
 
 
 @contextmanager
@@ -41,33 +51,17 @@ def held(*, patience: int | None = 1) -> Iterator[Presses]:
             that the user can end a block that hangs. None holds back all.
     """
     previous = signal.getsignal(signal.SIGINT)
+    presses = Presses(previous if callable(previous) else signal.default_int_handler, patience)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield Presses()
+        yield presses
         return
-    handler = _CountingHandler(previous, patience)
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, presses)
     try:
-        yield handler.presses
+        yield presses
     finally:
         signal.signal(signal.SIGINT, previous)
-        if handler.presses.count:
+        if presses.count:
             previous(signal.SIGINT, None)
-
-
-class _CountingHandler:
-    """The handler of SIGINT that :func:`held` installs: counts interrupts and holds them back."""
-
-    def __init__(
-        self, previous: Callable[[int, FrameType | None], object], patience: int | None
-    ) -> None:
-        self.presses = Presses()
-        self.previous = previous
-        self._patience = patience
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.presses.count += 1
-        if self._patience is not None and self.presses.count > self._patience:
-            self.previous(number, frame)
 
 
 @contextmanager
@@ -82,8 +76,8 @@ def let_through() -> Iterator[None]:
         yield
         return
     installed = outer = signal.getsignal(signal.SIGINT)
-    counting: list[_CountingHandler] = []
-    while isinstance(outer, _CountingHandler):
+    counting: list[Presses] = []
+    while isinstance(outer, Presses):
         counting.append(outer)
         outer = outer.previous
     if not counting or not callable(outer):
@@ -92,7 +86,7 @@ def let_through() -> Iterator[None]:
     signal.signal(signal.SIGINT, outer)
     try:
         # Looked at once nothing is counted any more: an interrupt in between would wait for long.
-        if any(handler.presses.count for handler in counting):
+        if any(handler.count for handler in counting):
             raise KeyboardInterrupt
         yield
     finally:

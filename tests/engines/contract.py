@@ -590,11 +590,15 @@ class EngineContract:
         assert seconds < SOON
 
     def test_an_agent_that_fails_tells_its_own_error(self, monkeypatch: Any) -> None:
-        def launch_without_ranks(self: RankPool, link: Any, message: wire.Launch) -> None:
-            send_launch(self, link, msgspec.structs.replace(message, log_dir="/proc/nowhere"))
+        def launch_without_ranks(
+            self: RankPool, message: wire.Message, *how: Any, **to: Any
+        ) -> None:
+            if isinstance(message, wire.Launch):
+                message = msgspec.structs.replace(message, log_dir="/proc/nowhere")
+            send(self, message, *how, **to)
 
-        send_launch = RankPool.send_launch
-        monkeypatch.setattr(RankPool, "send_launch", launch_without_ranks)
+        send = RankPool.send
+        monkeypatch.setattr(RankPool, "send", launch_without_ranks)
         with pytest.raises(WorkerError) as caught:
             self.launch(lambda: 1)
         assert (caught.value.rank, caught.value.ranks) == (None, [*range(self.world_size)])
@@ -1212,13 +1216,13 @@ class EngineContract:
                 raise RuntimeError("can't start new thread")
             plain(thread)
 
-        def launch(*_: Any) -> None:
+        def launch(*_: Any, **_to: Any) -> None:
             raise LaunchError("no thread of ours, and nothing else")
 
         if fails == "its thread":
             monkeypatch.setattr(threading.Thread, "start", start)
         else:
-            monkeypatch.setattr(pool.RankPool, "send_launch", launch)
+            monkeypatch.setattr(pool.RankPool, "send", launch)
         config = self.config()
         begin: Any = (
             (lambda: self.launch(time.sleep, 600))

@@ -155,7 +155,7 @@ def test_a_forked_child_knows_its_rank_and_says_nothing() -> None:
         assert current().rank == 1
         current().notice("from a loader's worker")
         current().metric({"loss": 1.0})
-        current().bar(bar=1, name="b", n=1)
+        current().report(wire.Bar, bar=1, name="b", n=1)
         return len(told)
 
     assert _in_child(child) == 0
@@ -169,7 +169,9 @@ def test_a_forked_child_knows_its_rank_and_says_nothing() -> None:
 def test_reports_of_a_launched_rank() -> None:
     context, told, _ = launched()
     context.metric({"loss": 0.5}, 3)
-    context.bar(bar=7, name="epoch", n=2, total=10, unit="b", postfix="loss=1", closed=True)
+    context.report(
+        wire.Bar, bar=7, name="epoch", n=2, total=10, unit="b", postfix="loss=1", closed=True
+    )
     context.notice("mind")
     metric, bar, notice = told
     assert isinstance(metric, wire.Metric)
@@ -230,7 +232,7 @@ def test_values_are_those_of_the_moment() -> None:
 def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops() -> None:
     context = RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1)
     context.metric({"loss": 1.0}, 1)
-    context.bar(bar=1, name="b", n=1)
+    context.report(wire.Bar, bar=1, name="b", n=1)
     context.notice("x")
     context.count_batch(5)
     context.count_step(lambda: 1 / 0)  # type: ignore[arg-type, return-value]

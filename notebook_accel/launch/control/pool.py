@@ -93,7 +93,7 @@ class RankPool:
     ) -> None:
         """Make the pool; its agents run already, but have started no ranks.
 
-        The caller then has each agent start its ranks (:meth:`send_launch`), and starts the thread
+        The caller then has each agent start its ranks (``wire.Launch``), and starts the thread
         that listens to the agents (:meth:`start`).
         """
         self.run = run
@@ -227,18 +227,15 @@ class RankPool:
 
     # ---- what anybody may ask ----------------------------------------------------------------
 
-    def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        self._send_to(list(self._links), message, fds)
-
-    def send_launch(self, link: AgentLink, message: wire.Launch) -> None:
-        """Send the message that has the agent of ``link`` start its rank processes."""
-        self._send_to([link], message)
-
-    def _send_to(
-        self, links: Sequence[AgentLink], message: wire.Message, fds: Sequence[int] = ()
+    def send(
+        self,
+        message: wire.Message,
+        fds: Sequence[int] = (),
+        to: Sequence[AgentLink] | None = None,
     ) -> None:
+        """Send a message to agents, all if ``to`` is None."""
         with held(), self._lock:
-            self._unsent.append((links, message, fds))
+            self._unsent.append((list(self._links) if to is None else to, message, fds))
             if not self._uses_channels:
                 self._send_unsent()
 
@@ -446,7 +443,7 @@ class RankPool:
                         if other is not self._first:
                             other.post(waiting, fds)
         elif isinstance(message, wire.RankFailed):
-            self._send_to([other for other in self._links if other is not link], message)
+            self.send(message, to=[other for other in self._links if other is not link])
         else:
             self._actions.take(link.rank_numbers, message)
 

@@ -80,8 +80,7 @@ class Engine(ABC):
 
     description: ClassVar[str]
     unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
-    needs_payload: ClassVar[bool] = True
-    keeps_ranks: ClassVar[bool] = False
+    starts_ranks: ClassVar[bool] = True
     can_detach: ClassVar[bool] = False
 
     def warm_up(self, request: LaunchRequest) -> None:
@@ -117,7 +116,7 @@ class Engine(ABC):
         ranks is handled before the block has ended.
 
         Args:
-            packed: the pickled function with its arguments; None if ``needs_payload`` is False.
+            packed: the pickled function with its arguments; None if ``starts_ranks`` is False.
         """
 
     def start_ranks(

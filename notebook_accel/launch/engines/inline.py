@@ -35,7 +35,7 @@ class InlineEngine(Engine):
 
     description = "engine='inline', which calls the function here and waits for it"
     unused = (*Engine.unused, "block", "timeout", "grace")
-    needs_payload = False
+    starts_ranks = False
 
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         return RankPlan.of_sizes(1)

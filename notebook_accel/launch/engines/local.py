@@ -81,13 +81,12 @@ _VARIABLES: dict[str, Callable[[Mapping[str, str], int], dict[str, str]]] = {
 class AgentEngine(Engine):
     """Base class of engines whose ranks are started by agents."""
 
-    keeps_ranks = True
     start_method: ClassVar[str] = "fork"
     """How its agents bring rank processes about (``wire.Launch``)."""
 
     @contextmanager
     def begin(self, plan: RankPlan, packed: PackedCall | None, new: NewCall) -> Iterator[Call]:
-        assert packed is not None, "needs_payload"
+        assert packed is not None, "starts_ranks"
         request, folder = new.request, new.folder
         of_ranks = request.without_function()
 
@@ -144,7 +143,7 @@ class AgentEngine(Engine):
                 pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
                 for link in links:
                     own = {"ranks": link.ranks, **link.launch_fields}
-                    pool.send_launch(link, msgspec.structs.replace(message, **own))
+                    pool.send(msgspec.structs.replace(message, **own), to=[link])
             except BaseException:
                 abandon(links)
                 raise

@@ -219,13 +219,9 @@ async def open_link(host: str, port: int, token: Token) -> MachineLink:
             f"what listens at {host}:{port} is not the launch that this token is of: take the "
             "command that the notebook shows now"
         )
-    prove(writer, token)
-    return MachineLink(reader, writer)
-
-
-def prove(writer: asyncio.StreamWriter, token: Token) -> None:
-    """Send the protocol's version and the token's secret, which the notebook checks."""
+    # The notebook checks both (check_proof).
     writer.write(_MAGIC + token.secret)
+    return MachineLink(reader, writer)
 
 
 async def check_proof(reader: asyncio.StreamReader, token: Token) -> str:

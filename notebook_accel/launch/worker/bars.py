@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm.std import tqdm
 
+from notebook_accel import wire
 from notebook_accel.rank import this_rank
 from notebook_accel.system.after_import import change_module
 from notebook_accel.system.token_bucket import TokenBucket
@@ -79,7 +80,8 @@ def _report(bar: Any, *, closed: bool) -> None:
         return
     shown: dict[str, Any] = bar.format_dict
     elapsed, done = shown.get("elapsed") or 0.0, shown["n"] - (shown.get("initial") or 0)
-    this_rank.current().bar(
+    this_rank.current().report(
+        wire.Bar,
         bar=reports.number,
         name=str(shown.get("prefix") or "").rstrip(": "),
         n=_finite(shown["n"]) or 0.0,
