@@ -194,7 +194,7 @@ def control_of(knob: wire.KnobMade, widgets: PanelWidgets) -> Any:
     return widgets.field(kind, knob.name, knob.name, classes="na-set", **range_, value=knob.value)
 
 
-def _kind_of_control(knob: KnobMade) -> tuple[Any, dict[str, Any]]:
+def _kind_of_control(knob: wire.KnobMade) -> tuple[Any, dict[str, Any]]:
     low, high, is_whole = knob.low, knob.high, isinstance(knob.value, int)
     if knob.choices:
         return ipywidgets.Dropdown, {"options": [(str(choice), choice) for choice in knob.choices]}
