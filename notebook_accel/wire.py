@@ -329,15 +329,24 @@ class StepTimes(msgspec.Struct, frozen=True):
     data_wait: int = 0
 
 
-class Sample(Message, frozen=True, kw_only=True):
-    """From an agent: resource use and counters of a rank.
+_NO_STEPS = StepTimes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Counters and resource use of a rank.
 
     Attributes:
+        total_batches: number of batches in the current pass through the loader; None if unknown.
+        pass_start: value of ``batches`` at the start of this pass, so that ``batches - pass_start``
+            is the progress in the pass. Negative after a resume in the middle of a pass.
         memory, device_memory: bytes of memory that the rank's process uses, and bytes that are used
             on the rank's device; None if unknown.
-        cpu: use of the CPU in percent of one core; None if unknown.
-        device_use: percentage of the time in which the device was busy; None if unknown.
-        device: name of the rank's device; "" if unknown.
+        device_peak, device_limit: the most bytes that torch has used on the device so far, and how
+            many it could use, other processes aside; None if unknown.
+        cpu, device_use: CPU use in percent of one core, and the percentage of the time in which the
+            device was busy; None if unknown.
+        device: name of the device that the rank computes on; "" if unknown.
     """
 
     batches: int = 0
@@ -348,11 +357,17 @@ class Sample(Message, frozen=True, kw_only=True):
     device_memory: int | None = None
     device_peak: int | None = None
     device_limit: int | None = None
-    step_times: StepTimes = StepTimes()
+    step_times: StepTimes = _NO_STEPS
     cpu: int | None = None
     device_use: int | None = None
     device: str = ""
     is_suspended: bool = False
+
+
+class Sample(Message, frozen=True, kw_only=True):
+    """From an agent: counters and resource use of a rank."""
+
+    usage: Usage
 
 
 class RankEnded(Message, frozen=True, kw_only=True):

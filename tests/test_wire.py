@@ -29,6 +29,7 @@ STRUCTS: dict[Any, Any] = {
     wire.RankSpec: wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2),
     wire.Passed: wire.Passed(batches=3, reads_should_stop=True),
     wire.Point: wire.Point(batches=4),
+    wire.Usage: wire.Usage(batches=3, device="cpu"),
     wire.StepTimes: wire.StepTimes(num_steps=3, total=100, data=7, data_wait=5),
     wire.Metric: wire.Metric(rank=1, values={"loss": 0.5}, step=7),
     wire.Collective: wire.Collective(

@@ -45,7 +45,7 @@ def full() -> RunState:
         running(2),
         wire.Output(rank=0, text="first\nlast of zero\n"),
         wire.Output(rank=1, text="last of one\n"),
-        wire.Sample(rank=1, batches=300, steps=300, memory=400_000_000),
+        wire.Sample(rank=1, usage=wire.Usage(batches=300, steps=300, memory=400_000_000)),
         logged(0, {"loss": 0.25}),
         wire.Notice(text="one line for you"),
     )

@@ -101,7 +101,7 @@ class RankProcess:
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
-        self._sample: dict[str, Any] = {}
+        self._usage: wire.Usage | None = None
 
     def follow(self, process: Any) -> None:
         """Watch the process that has started, and close what it alone needs.
@@ -151,7 +151,7 @@ class RankProcess:
     def begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
         if self.alive:
             self._call = message.call
-            self._sample = {}
+            self._usage = None
             self.is_in_call = True
             self.has_returned = self.has_started = False
             self.clock = StepClock(time.monotonic())
@@ -240,24 +240,24 @@ class RankProcess:
         if self.alive:
             self._gauges.read(now)
         row, gauges = self.row, self._gauges
-        sample: dict[str, Any] = {
-            "batches": row.batches,
-            "total_batches": row.total_batches or None,
-            "pass_start": row.pass_start,
-            "steps": row.steps,
-            "memory": gauges.memory,
-            "device_memory": row.device_memory or gauges.device_memory,
-            "device_peak": row.device_peak or None,
-            "device_limit": row.device_limit or None,
-            "step_times": wire.StepTimes(*row.step_times),
-            "cpu": gauges.cpu,
-            "device_use": gauges.device_use,
-            "is_suspended": gauges.is_suspended,
-            "device": gauges.device,
-        }
-        if sample != self._sample:
-            self._sample = sample
-            yield wire.Sample(call=self._call, rank=self.rank, **sample)
+        usage = wire.Usage(
+            batches=row.batches,
+            total_batches=row.total_batches or None,
+            pass_start=row.pass_start,
+            steps=row.steps,
+            memory=gauges.memory,
+            device_memory=row.device_memory or gauges.device_memory,
+            device_peak=row.device_peak or None,
+            device_limit=row.device_limit or None,
+            step_times=wire.StepTimes(*row.step_times),
+            cpu=gauges.cpu,
+            device_use=gauges.device_use,
+            is_suspended=gauges.is_suspended,
+            device=gauges.device,
+        )
+        if usage != self._usage:
+            self._usage = usage
+            yield wire.Sample(call=self._call, rank=self.rank, usage=usage)
 
     # ---- stacks ----------------------------------------------------------------------------
 

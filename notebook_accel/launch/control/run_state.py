@@ -96,27 +96,15 @@ class ProcessState:
     ended_by_agent: bool = False
 
 
-_NO_STEPS = wire.StepTimes()
-
-
 @dataclass(frozen=True, kw_only=True)
-class RankState:
-    """The state of one rank's part of a call.
+class RankState(wire.Usage):
+    """The state of one rank's part of a call, with the counters and resource use of the rank.
 
     Attributes:
         is_asked: False if the user left this rank of a session out of the call (a cell that runs on
             some ranks only): the rank gets the call, but does not run the cell.
         pid: id of the rank's process; None before it is known.
         status: "starting", "running", "succeeded", "failed" or "stopped".
-        total_batches: number of batches in the current pass through the loader; None if unknown.
-        pass_start: value of ``batches`` at the start of this pass, so that ``batches - pass_start``
-            is the progress in the pass. Negative after a resume in the middle of a pass.
-        memory, device_memory: memory in use, in bytes; None if unknown.
-        device_peak, device_limit: the most bytes that torch has used on the device so far, and how
-            many it could use, other processes aside; None if unknown.
-        cpu, device_use: CPU use in percent of one core, and use of the device in percent; None if
-            unknown.
-        device: name of the device that the rank computes on; "" if unknown.
         quiet_since: the time (``RunState.now``) since which the rank has made no progress and
             printed nothing; None if it did either in the last 5 seconds.
         metrics: the newest value of each metric, by name, as (step, value); the step may be None.
@@ -149,19 +137,6 @@ class RankState:
     pid: int | None = None
     status: str = "starting"
     bars: tuple[BarState, ...] = ()
-    batches: int = 0
-    total_batches: int | None = None
-    pass_start: int = 0
-    steps: int = 0
-    memory: int | None = None
-    device_memory: int | None = None
-    device_peak: int | None = None
-    device_limit: int | None = None
-    step_times: wire.StepTimes = _NO_STEPS
-    cpu: int | None = None
-    device_use: int | None = None
-    device: str = ""
-    is_suspended: bool = False
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
@@ -505,7 +480,7 @@ def _(message: wire.Output, state: RunState) -> RunState:
 
 @apply.register
 def _(message: wire.Sample, state: RunState) -> RunState:
-    return _change_rank(state, message.rank, lambda rank: _changed(rank, **_own_fields(message)))
+    return _change_rank(state, message.rank, lambda rank: _changed(rank, **vars(message.usage)))
 
 
 @apply.register

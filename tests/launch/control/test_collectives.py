@@ -147,7 +147,7 @@ def test_a_send_or_receive_waits_until_its_counterpart_is_begun() -> None:
 def test_a_watch_waits_for_the_collectives_of_all_ranks() -> None:
     watch, state, now = HangWatch({CELL: "Cell In[4]"}), running(2), 100.0
     for rank in (0, 1):
-        state = after(state, wire.Sample(rank=rank, cpu=100 if rank == 0 else 0))
+        state = after(state, wire.Sample(rank=rank, usage=wire.Usage(cpu=100 if rank == 0 else 0)))
     for second in range(2):
         while not watch.asks(state, now=now):
             now += 0.2

@@ -202,7 +202,9 @@ class Watched:
         for _ in range(round(seconds / 0.2)):
             self.now += 0.2
             if sample:
-                self.state = after(self.state, wire.Sample(rank=1, steps=round(self.now * 10)))
+                self.state = after(
+                    self.state, wire.Sample(rank=1, usage=wire.Usage(steps=round(self.now * 10)))
+                )
             self.state = self.watch.look(self.state, now=self.now)
             if self.watch.asks(self.state, now=self.now):
                 self.num_asked += 1
@@ -214,7 +216,7 @@ class Watched:
 @pytest.fixture
 def watched() -> Watched:
     found = Watched()
-    idle = (wire.Sample(rank=rank, cpu=0) for rank in (0, 1))
+    idle = (wire.Sample(rank=rank, usage=wire.Usage(cpu=0)) for rank in (0, 1))
     found.state = after(found.state, *idle)
     return found
 
@@ -285,7 +287,7 @@ def test_a_rank_that_is_suspended_is_told_at_once_and_taken_back(watched: Watche
     """Also where the other one goes on."""
     first, second = watched.state.ranks
     watched.state = replace(watched.state, ranks=(replace(first, pid=71), second))
-    watched.state = after(watched.state, wire.Sample(rank=0, is_suspended=True))
+    watched.state = after(watched.state, wire.Sample(rank=0, usage=wire.Usage(is_suspended=True)))
     watched.go_on(4.0, steps=True)
     assert watched.state.hang is None, "a debugger that only looks lets it go on"
     watched.go_on(2.0, steps=True)
@@ -294,6 +296,6 @@ def test_a_rank_that_is_suspended_is_told_at_once_and_taken_back(watched: Watche
     before = watched.state.hang
     watched.go_on(2.0, steps=True)
     assert watched.state.hang is before
-    watched.state = after(watched.state, wire.Sample(rank=0, steps=1))
+    watched.state = after(watched.state, wire.Sample(rank=0, usage=wire.Usage(steps=1)))
     watched.go_on(0.4, steps=True)
     assert watched.state.hang is None

@@ -18,7 +18,9 @@ MESSAGES: list[wire.Message] = [
     wire.Bar(rank=0, bar=1, name="epoch", n=1, total=10),
     wire.Notice(text="mind"),
     wire.Output(rank=0, text="hello\n"),
-    wire.Sample(rank=0, batches=3, total_batches=10, pass_start=2, steps=4, memory=5),
+    wire.Sample(
+        rank=0, usage=wire.Usage(batches=3, total_batches=10, pass_start=2, steps=4, memory=5)
+    ),
     wire.Returned(rank=0, value=wire.Packet(), made_group=True),
     wire.Raised(rank=0, kind="exception", type_name="E", text="", traceback=""),
     wire.RankEnded(rank=0, exitcode=0, wall=9.0),
