@@ -16,6 +16,7 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     LaunchConfig,
     RunStopped,
+    wire,
 )
 from notebook_accel.actions import common_actions as actions
 from notebook_accel.config.engines import ENGINES
@@ -158,7 +159,7 @@ def test_stop_ends_a_paused_run_and_a_pause_ends_no_timeout() -> None:
 def test_a_paused_run_answers_at_once_and_is_paused_once() -> None:
     run = start(train, 100_000)
     trains(run)
-    for asked in [call_of(run).act(actions.Action(kind="pause")) for _ in range(2)]:
+    for asked in [call_of(run).act(wire.Action(kind="pause")) for _ in range(2)]:
         asked.result(SOON)
     run.pause()
     with pytest.raises(RuntimeError, match=r"save: the run is paused; call run.go_on\(\) first"):
