@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -57,11 +58,13 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, apply, starting
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
-from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Parcel
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.system.interrupts import Latch, Presses, held
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.launch_request import LaunchRequest
 
 _log = logging.getLogger(__name__)
 
