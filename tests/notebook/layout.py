@@ -19,6 +19,8 @@ _FAULTS = """(width) => {
   const faults = panel.scrollWidth > panel.clientWidth ? ['the panel is too wide'] : [];
   const bar = panel.querySelector('.na-log .na-log-bar');
   if (bar.clientHeight > 40) faults.push('the bar above the log has two lines');
+  const buttons = panel.querySelector('.na-buttons').clientHeight;
+  if (buttons > 50 && panel.clientWidth > 460) faults.push('the buttons have two lines');
   const shown = [];
   const names = '.na-c-label, .na-name';
   for (const part of panel.querySelectorAll(`.na-title span, .na-title b, th, td, button, select,
