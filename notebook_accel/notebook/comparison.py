@@ -28,8 +28,8 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.render.charts import COLOURS, HOVER_STYLE, sparkline
-from notebook_accel.render.markup import element
+from notebook_accel.render.charts import COLOURS, sparkline
+from notebook_accel.render.markup import element, style_element
 from notebook_accel.render.snapshot import (
     FONT,
     MAX_PLOTS,
@@ -42,6 +42,7 @@ from notebook_accel.render.snapshot import (
 
 T = TypeVar("T")
 _DRAW_SECONDS = 1.0
+_GOES_ON = "charts of runs that go on"
 # Of a curve that is a cell of a table; runs whose curves are kept for that once they have ended.
 _STRETCHES = 32
 _MAX_RUNS = 256
@@ -130,7 +131,7 @@ class Charts:
         rest = ", ".join(map(repr, [*metrics][MAX_PLOTS:]))
         more = f"further metrics: {one_line(rest, 400)}; names=[...] chooses" if rest else ""
         parts = [
-            HOVER_STYLE if is_live else "",
+            style_element("charts") if is_live else "",
             element("div", *legend, style=row) if is_each_in_colour else "",
             draw_metrics(
                 shown,
@@ -144,7 +145,7 @@ class Charts:
         ]
         frame = element("div", *parts, class_=NO_MATHS, style=f"max-width:1000px;{FONT}")
         # As text: Markup would escape what it is added to.
-        return str(frame) + (self._table._repr_html_() if self._table is not None else "")
+        return str(frame) + ("" if self._table is None else self._table.html(is_live=is_live))
 
     def __repr__(self) -> str:
         return self._bundle()["text/plain"]
@@ -167,7 +168,9 @@ class Charts:
             guard(self._draw, slot, is_live)
 
     def _draw(self, slot: DisplaySlot, is_live: bool) -> None:
-        slot.show(self._bundle(is_live=is_live))
+        bundle = self._bundle(is_live=is_live)
+        # Text is for frontends that draw no updates: they have that of the first drawing.
+        slot.show({**bundle, "text/plain": _GOES_ON} if is_live else bundle)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

@@ -129,33 +129,41 @@ class RunTable(list[T]):
         return "\n".join([head, *found] if head else found)
 
     def _repr_html_(self) -> str | None:
-        if not self._runs:
-            return None
-        # It scrolls where it is wider than the page: cells of several lines made rows too high.
-        return str(element("div", self._table(self._groups()), style="overflow-x:auto"))
+        return self.html() if self._runs else None
 
-    def _table(self, groups: Sequence[_Group]) -> Markup:
+    def html(self, *, is_live: bool = False) -> str:
+        """Return the table; that below live charts is drawn by their style sheet."""
+        # It scrolls where it is wider than the page: cells of several lines made rows too high.
+        table = self._table(self._groups(), "" if is_live else _CELL)
+        return str(element("div", table, style="overflow-x:auto"))
+
+    def _table(self, groups: Sequence[_Group], cell: str) -> Markup:
         single = [group.runs[0] for group in groups if not group.is_sweep]
         columns = self._columns(single)
-        rows = iter(_rows(single, columns))
+        rows = iter(_rows(single, columns, cell))
         lines = [
             self._folded(group.runs, max(1, len(columns))) if group.is_sweep else next(rows)
             for group in groups
         ]
-        head = element("tr", *(element("th", title.text, style=_CELL) for title, _ in columns))
-        style = "margin:0;font-size:12px"
-        return element("table", element("thead", head), element("tbody", *lines), style=style)
+        heads = (element("th", title.text, style=cell or None) for title, _ in columns)
+        return element(
+            "table",
+            element("thead", element("tr", *heads)),
+            element("tbody", *lines),
+            class_=None if cell else "na-runs",
+            style="margin:0;font-size:12px",
+        )
 
     def _folded(self, trials: Sequence[tuple[str, Run]], num_columns: int) -> Markup:
         hidden = len(trials) - _MAX_TRIALS
         rest = f"{hidden:,} more trials" if hidden > 0 else ""
-        table = self._table([_Group(False, [trial]) for trial in trials[:_MAX_TRIALS]])
+        table = self._table([_Group(False, [trial]) for trial in trials[:_MAX_TRIALS]], _CELL)
         details = element("details", element("summary", _about(trials)), table, rest)
         return element("tr", element("td", details, colspan=num_columns, style=_CELL))
 
 
 def _rows(
-    runs: Sequence[tuple[str, Run]], columns: Sequence[tuple[_Title, Sequence[str]]]
+    runs: Sequence[tuple[str, Run]], columns: Sequence[tuple[_Title, Sequence[str]]], cell: str
 ) -> list[Markup]:
     rows = []
     for index, (_, run) in enumerate(runs):
@@ -166,9 +174,9 @@ def _rows(
         cells = []
         for title, texts in columns:
             text, colour = texts[index], colours.get(title.colour)
-            style = f"{_CELL};color:{colour}" if colour else _CELL
             is_long = len(text) > _MAX_SHOWN
-            style = f"{_CUT};{style}" if is_long else style
+            parts = _CUT if is_long and cell else "", cell, f"color:{colour}" if colour else ""
+            style = ";".join(filter(None, parts)) or None
             cells.append(element("td", text, style=style, title=text if is_long else None))
         rows.append(element("tr", *cells))
     return rows

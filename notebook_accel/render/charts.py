@@ -19,7 +19,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -62,17 +61,9 @@ _GRID = 14, 5
 # Up to so many have room for the values of all of them on hover.
 _MAX_SAID, _MAX_NAME = 4, 16
 # Characters of a curve's label on hover, of which a chart has dozens.
-_MAX_LABEL = 40
+_MAX_LABEL = 30
 # Two clicks in a chart write a range of steps into the field above the charts.
 _ZOOM = Path(__file__).with_name("zoom.js").read_text().partition("\n\n")[2].replace("\n", "")
-# Of a saved chart that is drawn anew all the time; also what lies below the pointer in it.
-HOVER_STYLE = Markup(
-    "<style>.na-drawn path{vector-effect:non-scaling-stroke}"
-    "[data-said]{flex:1}[data-said]:hover{background:rgba(128,128,128,.18)}"
-    "[data-said]:hover::after{content:attr(data-said);position:absolute;z-index:1;top:100%;left:0;"
-    "right:0;font-size:11px;line-height:14px;text-align:right;white-space:normal;background:"
-    "var(--jp-layout-color0,var(--vscode-editor-background,Canvas))}</style>"
-)
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # Pixels of a saved chart: its height, and the height of the box in that.
 _SAVED_HEIGHT, _BOX = 112, 98
@@ -126,9 +117,15 @@ class _Drawn:
     def box(self, *, has_style: bool, **attributes: str | float) -> Markup:
         """Return an ``<svg>`` that stretches with the page while its line keeps its width.
 
-        With ``has_style`` a style sheet says the latter.
+        With ``has_style`` a style sheet says how it is drawn.
         """
         effect = None if has_style else "non-scaling-stroke"
+        look: dict[str, str | float] = {
+            "fill": "none",
+            "stroke_width": 1.6,
+            "stroke_linejoin": "round",
+            "stroke_linecap": "round",
+        }
         lines = [
             element("path", d=path, vector_effect=effect, **look)
             for path, look in self.paths
@@ -139,10 +136,7 @@ class _Drawn:
             *lines,
             viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
             preserveAspectRatio="none",
-            fill="none",
-            stroke_width=1.6,
-            stroke_linejoin="round",
-            stroke_linecap="round",
+            **({} if has_style else look),
             **attributes,
         )
 
@@ -250,7 +244,7 @@ def saved_chart(
         colours: those of the curves; None: those after the first are pale.
         num_charts: so many share the bytes of a message.
         is_live: it is drawn anew all the time, at which the browser's own ``title`` vanishes: what
-            it says is shown by :data:`HOVER_STYLE`. No image, but an inline SVG.
+            it says is shown by ``charts.css``. No image, but an inline SVG.
     """
     curves = dict(islice(curves.items(), _MAX_TOGETHER // num_charts))
     points, *others = curves.values()
@@ -274,43 +268,45 @@ def saved_chart(
         first = _text(wording.count(drawn.first), 0, foot, "start")
         steps = [first, _text(end, "100%", foot, "end")]
     box = drawn.box(has_style=is_live, width="100%", height=_BOX)
-    draw = partial(_picture, is_live=is_live)
-    rest = f"width:calc(100% - {drawn.left}px)"
-    images = [
-        draw(labels, alt="", width=drawn.left, style=f"width:{drawn.left}px"),
-        draw([grid, box, *steps], alt=alt, width=_WIDTH, style=rest),
-    ]
     # Over the image: what lies inside of one hears no mouse.
     columns, rows = min(_STRIPES, _MAX_STRIPES // num_charts), 1
     if len(curves) > _MAX_SAID:
         columns, rows = _GRID if num_charts == 1 else (4, 3)
-    kind, style = ("data_said", None) if is_live else ("title", "flex:1")
-    texts = iter(_texts(curves, drawn, columns, rows))
-    hover = (
-        element(
-            "div",
-            *(element("span", style=style, **{kind: next(texts)}) for _ in range(columns)),
-            style=f"display:flex;height:{_BOX / rows:.0f}px",
-        )
-        for _ in range(rows)
-    )
-    place = f"position:absolute;top:0;left:{drawn.left}px;right:0;height:{_BOX}px"
-    over = element("div", *hover, style=place)
-    look = "position:relative;white-space:nowrap;line-height:0"
-    return element("div", *images, over, class_="na-drawn" if is_live else None, style=look)
-
-
-def _picture(parts: Sequence[Markup], *, alt: str, width: int, style: str, is_live: bool) -> Markup:
-    look: dict[str, str | int] = {
-        "height": _SAVED_HEIGHT,
-        "font_size": "11",
-        "fill": _GREY,
-    }
+    texts = _texts(curves, drawn, columns, rows)
+    # A little less than its share, so that rounding breaks no line.
+    share, at = f"{99.9 / columns:.2f}%", f"left:{drawn.left}px"
+    left, rest = f"width:{drawn.left}px", f"width:calc(100% - {drawn.left}px)"
     if is_live:  # an image would blink each time that it is drawn anew
-        return element("svg", *parts, role="img", aria_label=alt, style=style, **look)
-    fonts = "system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif"
-    xmlns = "http://www.w3.org/2000/svg"
-    svg = element("svg", *parts, xmlns=xmlns, width="100%", font_family=fonts, **look)
+        hover = (element("span", data_said=text) for text in texts)
+        return element(
+            "div",
+            element("svg", *labels, style=left),
+            element("svg", box, *steps, role="img", aria_label=alt, style=rest),
+            element("div", *hover, style=f"{at};--w:{share}"),
+            class_="na-drawn",
+        )
+    hover = (element("span", title=text, style=f"flex:1 0 {share}") for text in texts)
+    place = f"position:absolute;top:0;{at};right:0;height:{_BOX}px;display:flex;flex-wrap:wrap"
+    return element(
+        "div",
+        _picture(labels, alt="", width=drawn.left, style=left),
+        _picture([grid, box, *steps], alt=alt, width=_WIDTH, style=rest),
+        element("div", *hover, style=place),
+        style="position:relative;white-space:nowrap;line-height:0",
+    )
+
+
+def _picture(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Markup:
+    svg = element(
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        width="100%",
+        height=_SAVED_HEIGHT,
+        fill=_GREY,
+        font_size=11,
+        font_family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
+    )
     return element(
         "img",
         alt=alt,

@@ -25,7 +25,8 @@ _COPY = (
     "document.addEventListener('copy',put);if(document.execCommand('copy'))this.value='Copied';"
     "document.removeEventListener('copy',put)"
 )
-_VOID_TAGS = frozenset({"br", "col", "img", "input"})
+# How elements without content end: of HTML, and of SVG.
+_VOID_TAGS = {**dict.fromkeys(("br", "col", "img", "input"), ">"), "line": "/>", "path": "/>"}
 
 
 def escape(text: str) -> Markup:
@@ -55,7 +56,7 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
             # Single quotes: in the JSON of a message a double one costs a backslash more.
             start += f" {html_name}='{escape(str(value))}'"
     if tag in _VOID_TAGS:
-        return Markup(f"{start}>")
+        return Markup(f"{start}{_VOID_TAGS[tag]}")
     return Markup(f"{start}>{''.join(map(escape, children))}</{tag}>")
 
 

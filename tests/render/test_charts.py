@@ -7,15 +7,21 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from threading import Event
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves
+from notebook_accel.notebook.comparison import Charts
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
+from notebook_accel.notebook.runs import RunTable
 from notebook_accel.render.charts import COLOURS, render_charts, saved_chart, thin_out
 from notebook_accel.render.markup import message_bytes
+from tests.notebook.states import after, logged, running
 from tests.notebook.widgets import field, part
 from tests.render.test_markup import HOSTILE, Tags
 
@@ -48,7 +54,7 @@ def labels(image: ET.Element) -> list[str | None]:
 def test_a_chart_is_an_image_with_labels() -> None:
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
     markup = saved_chart({"": curve}, alt="loss: 1 → 0.02")
-    assert Tags(markup).tags == ["div", "img", "img", "div", "div"] + ["span"] * 20
+    assert Tags(markup).tags == ["div", "img", "img", "div"] + ["span"] * 20
     alts = [value for name, value in Tags(markup).attributes if name == "alt"]
     assert alts == ["", "loss: 1 → 0.02"], "the labels say nothing to those who cannot see them"
     image = image_of(markup)
@@ -362,3 +368,27 @@ def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs: int) -> N
     # Pale ones are a single path.
     assert Tags(chart).tags.count("path") == (num_runs if num_runs < 11 else 2)
     assert len(re.findall("data-said='[^']", chart)) >= 8
+
+
+def live_run(number: int) -> Any:
+    names = ["train/loss", "eval/loss", "eval/accuracy", "learning_rate", "grad_norm", "throughput"]
+    value = lambda step: math.exp(-step / (90 + 9 * number)) + math.sin(step * (3 + number)) / 9  # noqa: E731
+    curves = live(500, **dict.fromkeys(names, value))
+    about = f"lr=0.{number + 1}, width={2**number}, optimizer='adamw', schedule='cosine'"
+    state = replace(running(1), run=f"20260131-120000-1a2b3{number}", arguments=about)
+    state = after(state, logged(0, dict.fromkeys(names, value(499)), 499))
+    metrics = SimpleNamespace(flush=lambda: None)
+    folder = SimpleNamespace(check=lambda: None)
+    call = SimpleNamespace(curves=curves, ended=Event(), metrics=metrics, folder=folder)
+    return SimpleNamespace(id=state.run, name="train", state=state, status="running", _call=call)
+
+
+def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table() -> None:
+    labelled = [(f"train ({run.id})", run) for run in map(live_run, range(10))]
+    charts = Charts(labelled, of="these runs", table=RunTable([], labelled))
+    shown: list[dict[str, str]] = []
+    slot: Any = SimpleNamespace(show=shown.append)
+    charts._draw(slot, is_live=True)
+    assert sum(map(message_bytes, shown[0].values())) < 20_000
+    page = Tags(shown[0]["text/html"])
+    assert (page.tags.count("path"), page.tags.count("tr")) == (60, 11)

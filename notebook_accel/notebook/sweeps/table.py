@@ -13,8 +13,15 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.comparison import best_first
 from notebook_accel.notebook.sweeps.trial import Trial
-from notebook_accel.render.charts import HOVER_STYLE, saved_chart, sparkline
-from notebook_accel.render.markup import element, join, message_bytes, pick_script, shorten
+from notebook_accel.render.charts import saved_chart, sparkline
+from notebook_accel.render.markup import (
+    element,
+    join,
+    message_bytes,
+    pick_script,
+    shorten,
+    style_element,
+)
 from notebook_accel.render.snapshot import COLOURS
 
 # Rows and columns of arguments that are shown; characters of a cell, and of an error.
@@ -92,7 +99,7 @@ def render_live(
     chart = _chart(curves, metric, is_live=True) if curves else Markup("")
     return element(
         "div",
-        element("div", HOVER_STYLE, chart, class_="na-together") if curves else "",
+        element("div", style_element("charts"), chart, class_="na-together") if curves else "",
         element("div", table, class_="na-trials") if found else "",
         *(element("div", shorten(note, 400), class_="na-muted na-fold") for note in notes),
         class_="na",
