@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -95,7 +95,7 @@ class Charts:
                 found.setdefault(name, {})[label] = curve
         return {name: found[name] for name in names or to_draw(found) if name in found}
 
-    def _bundle(self, *, is_live: bool = False) -> dict[str, str]:
+    def __repr__(self) -> str:
         metrics = self._curves(self._names)
         rows = [
             [name_of(name), label, sparkline(curve.points()), wording.number(curve.last)]
@@ -105,12 +105,10 @@ class Charts:
         rows = [[name, *rest] for name, _, *rest in rows] if len(self._runs) == 1 else rows
         text = wording.aligned(rows) if rows else ["no metric is logged yet"]
         table = [] if self._table is None else ["", repr(self._table)]
-        return {
-            "text/plain": "\n".join([*text, *table]),
-            "text/html": self._html(metrics, is_live=is_live),
-        }
+        return "\n".join([*text, *table])
 
-    def _html(self, metrics: Mapping[str, Mapping[str, Curve]], *, is_live: bool) -> str:
+    def _repr_html_(self, *, is_live: bool = False) -> str:
+        metrics = self._curves(self._names)
         # A run keeps its colour in a chart that lacks another one.
         colours = dict(zip(self._runs, COLOURS, strict=False))
         is_each_in_colour = len(self._runs) in range(2, len(COLOURS) + 1)
@@ -147,15 +145,9 @@ class Charts:
         # As text: Markup would escape what it is added to.
         return str(frame) + ("" if self._table is None else self._table.html(is_live=is_live))
 
-    def __repr__(self) -> str:
-        return self._bundle()["text/plain"]
-
-    def _repr_html_(self) -> str:
-        return self._bundle()["text/html"]
-
     def _ipython_display_(self) -> None:
         is_live, slot = self._is_live, DisplaySlot()
-        slot.show(self._bundle(is_live=is_live))
+        slot.show({"text/plain": repr(self), "text/html": self._repr_html_(is_live=is_live)})
         if is_live:
             start_thread(partial(self._follow, slot), name="notebook-accel-charts")
 
@@ -168,9 +160,9 @@ class Charts:
             guard(self._draw, slot, is_live)
 
     def _draw(self, slot: DisplaySlot, is_live: bool) -> None:
-        bundle = self._bundle(is_live=is_live)
         # Text is for frontends that draw no updates: they have that of the first drawing.
-        slot.show({**bundle, "text/plain": _GOES_ON} if is_live else bundle)
+        text = _GOES_ON if is_live else repr(self)
+        slot.show({"text/plain": text, "text/html": self._repr_html_(is_live=is_live)})
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

@@ -152,7 +152,7 @@ class Dashboard(View):
                 self._stopping_since = time.monotonic()
             self._throughput.note(state, now=time.monotonic())
             if self.panel is not None:
-                self.panel.read(state)
+                self.panel.log.read(state)
 
     def poll(self) -> None:
         self._clicks.pump()
@@ -238,7 +238,7 @@ class Dashboard(View):
 
         panel = LivePanel(run, lasting=lasting, clicks=clicks, stop=self._ask_stop, below=below)
         state = run.state
-        panel.read(state)
+        panel.log.read(state)
         panel.draw(state, self._details(run, panel))
         panel.show(
             f"{state.name} (run {run.id}): a live panel, which only its kernel draws. "
@@ -297,7 +297,7 @@ class Dashboard(View):
             throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
             of_run=self._throughput.of_run(state),
             last_hang=self._last_hang,
-            picked=panel.picked,
+            picked=panel.log.chosen,
             stopping=None if since is None else time.monotonic() - since,
             grace=run.config.grace,
         )

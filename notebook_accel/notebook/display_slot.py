@@ -60,10 +60,6 @@ class DisplaySlot:
         """Show nothing; a slot in no output is placed first, as :meth:`show` does."""
         self.show(_NOTHING)
 
-    def forget(self) -> None:
-        """Keep the contents no longer; pages go on to show them."""
-        self.bundle = _NOTHING
-
     def place(self) -> None:
         """Add the slot to the running cell's output too; only that cell's thread may."""
         with self._lock:

@@ -187,7 +187,8 @@ class PanelBox:
 class LivePanel:
     """The widgets that show one run while it goes on.
 
-    A click may come from another thread. ``asked_stacks`` is a title and (ranks, stack) pairs; None
+    A click may come from another thread. ``log`` has the output and the
+    picked rank; ``asked_stacks`` is a title and (ranks, stack) pairs, None
     before a click.
     """
 
@@ -237,7 +238,7 @@ class LivePanel:
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
         self._metrics = MetricsView(widgets, call_of(run).metrics.sample, original_of(run))
-        self._log = LogView(run.state, widgets, saved=self._saved_log)
+        self.log = LogView(run.state, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
         gone = element(
             "div",
@@ -258,7 +259,7 @@ class LivePanel:
             self._controls.box,
             *(form.box for form in forms),
             widgets.make(
-                ipywidgets.VBox, [self._metrics.box, self._log.box], classes="na-metrics-and-log"
+                ipywidgets.VBox, [self._metrics.box, self.log.box], classes="na-metrics-and-log"
             ),
             self._displays,
             self._alert,
@@ -268,14 +269,6 @@ class LivePanel:
         self.box.add_class("na-panel")
         self.box.children = self._parts
         self._lasting.show(text)
-
-    @property
-    def picked(self) -> int | None:
-        """The rank whose output is shown in the log; None for all ranks."""
-        return self._log.chosen
-
-    def read(self, state: RunState) -> None:
-        self._log.read(state)
 
     def draw(self, state: RunState, details: Details) -> bool:
         """Send what changed to the page; return True if a part of the log is still to be sent."""
@@ -299,7 +292,7 @@ class LivePanel:
         curves = call_of(self._run).curves
         if curves is not None:
             self._metrics.draw(curves, now=now)
-        return self._log.draw(state)
+        return self.log.draw(state)
 
     def draw_displays(self, state: RunState) -> None:
         """For a run in the background; any other run's displays are outputs of its cell."""

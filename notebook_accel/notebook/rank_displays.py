@@ -94,8 +94,8 @@ def _show(
     for slot, text in zip(slots, labels, strict=False):
         say(text, slot)
     slots[-1].show(display.data)
-    # A long run displays more than a kernel should keep.
-    slots[-1].forget()
+    # A long run displays more than a kernel should keep: pages go on to show it.
+    slots[-1].bundle = {}
     return slots
 
 

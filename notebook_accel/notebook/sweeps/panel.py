@@ -51,7 +51,7 @@ class SweepPanel:
         self.clicks = clicks_for(kernel)
         self.was_clicked = False
         self._kernel = kernel
-        self._below = DisplaySlot()
+        self.below = DisplaySlot()
         self._box = PanelBox(slot)
         self._cloneable = cloneable
         self._trials: Sequence[Trial] = ()
@@ -94,11 +94,7 @@ class SweepPanel:
         self._box.box.add_class("na-sweep")
         self._box.box.children = self._parts
         self._box.show(text)
-        self._below.show({"text/plain": "", "text/html": ""})
-
-    def place(self) -> None:
-        """Show the panel of the picked trial in the cell that runs now, too."""
-        self._below.place()
+        self.below.show({"text/plain": "", "text/html": ""})
 
     def draw(
         self, title: str, trials: Sequence[Trial], metric: str | None, notes: Sequence[str]
@@ -153,7 +149,7 @@ class SweepPanel:
             self._opened = None
             self._form.close()
         if picked is not None:
-            view = dashboard_in(self._kernel, waits=False, slot=self._below)
+            view = dashboard_in(self._kernel, waits=False, slot=self.below)
             view.open(Run(call_of(picked.run)))
             self._opened, self._drawn = (picked, view), None
 

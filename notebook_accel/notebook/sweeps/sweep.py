@@ -219,7 +219,7 @@ class Sweep:
             self._slot.show(self._bundle(), is_to_place=False)
         self._slot.place()
         if self._panel is not None and not self._ended.is_set():
-            self._panel.place()
+            self._panel.below.place()
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a row for each trial, in their order.
