@@ -35,6 +35,11 @@ _CELLS = {
             " np.random.rand(), pd.get_option('display.max_columns'), train_test_split([1, 2, 3])"
         ),
     ),
+    "arguments as a script has them": (
+        "torch",
+        "import sys\nsys.argv = ['train.py', '--epochs', '2']",
+        "sys.argv",
+    ),
     "settings in a class, everything seeded": (
         "torch",
         """

@@ -47,6 +47,7 @@ class NotebookState:
     loggers: tuple[tuple[Any, ...], ...] = ()
     disabled_level: int = 0
     authkey: bytes = field(default=b"", repr=False)
+    arguments: tuple[str, ...] = ("",)
 
 
 # ---- in the notebook -----------------------------------------------------------------------
@@ -72,7 +73,15 @@ def capture(seed: int | None = None) -> NotebookState:
         loggers=tuple(one for one in loggers if one is not None),
         disabled_level=logging.root.manager.disable,
         authkey=bytes(current_process().authkey),
+        arguments=_arguments(),
     )
+
+
+def _arguments() -> tuple[str, ...]:
+    """Return ``sys.argv``; without those with which a kernel was started, which no parser knows."""
+    given = sys.argv[1:]
+    is_kernels = "ipykernel" in sys.modules and given == sys.orig_argv[-len(given) :]
+    return ("",) if is_kernels else tuple(sys.argv)
 
 
 def _generators(torch: Any, seed: int | None) -> dict[str, Any]:
@@ -151,6 +160,7 @@ def apply_notebook_state(state: NotebookState) -> None:
     if logging.root.manager.disable != state.disabled_level:
         logging.disable(state.disabled_level)
     current_process().authkey = state.authkey
+    sys.argv[:] = state.arguments
     for logger in state.loggers:
         _apply_logger(*logger)
     apply_generators(state)

@@ -81,6 +81,7 @@ def settings():
         precision=torch.get_float32_matmul_precision(),
         cudnn=[torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark],
         level=logging.getLogger().getEffectiveLevel(),
+        arguments=sys.argv[1:],
     )
 
 def logs():
@@ -114,7 +115,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK],
+        [sys.executable, "-c", NOTEBOOK, "--lr", "3"],
         capture_output=True,
         text=True,
         timeout=100,
@@ -225,3 +226,14 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch)
     state = capture()
     apply_generators(state)
     assert seeded == [state.torch_seed], "devices start from it"
+
+
+def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from notebook_accel.launch.payload.notebook_state import capture
+
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher", "-f", "c.json"])
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "c.json"])
+    assert capture().arguments == ("",)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert capture().arguments == ("train.py",)
