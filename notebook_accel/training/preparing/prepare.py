@@ -175,9 +175,8 @@ class Preparation:
         for known in self.optimizers:
             if known.optimizer is stepped:
                 return known
-        prepared = strategy.wrap_optimizer(
-            stepped, self.plan.accumulation, moves_state=self._device(device_placement) is not None
-        )
+        moves_state = self._device(device_placement) is not None
+        prepared = strategy.wrap_optimizer(stepped, moves_state=moves_state)
         self.watch.knows(stepped)
         self.optimizers.append(prepared)
         return prepared

@@ -37,7 +37,6 @@ from notebook_accel.training.models import has_parts, set_within
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig
-from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import measure_steps
@@ -69,6 +68,7 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
         self.precision = request.precision
         self.handlers = request.handlers
         self.dynamo = request.dynamo
+        self.accumulation = request.accumulation
         self.parallelism = request.plugins.get("parallelism_config")
         self.scaling = request.precision.make_scaling(self.kind_of_scaling)
         self.data_group = DataGroup.of_all_ranks(
@@ -152,13 +152,11 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
                 setattr(model.get_submodule(module), own, before[name])
         return model
 
-    def wrap_optimizer(
-        self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
-    ) -> AcceleratedOptimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, *, moves_state: bool) -> AcceleratedOptimizer:
         return AcceleratedOptimizer(
             optimizer,
             moves_state,
-            accumulation=accumulation,
+            accumulation=self.accumulation,
             scaling=self.scaling,
             device_memory=devices.memory_reader(self.topology.device),
             drop_unreduced=self.drop_unreduced,

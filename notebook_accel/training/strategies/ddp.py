@@ -17,7 +17,6 @@ from notebook_accel.training.models import has_parts, weights_of
 from notebook_accel.training.processes.renewal import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
@@ -56,9 +55,7 @@ class DDPStrategy(Strategy):
         note_wrapped(wrapped, _wrap_again)
         return wrapped
 
-    def wrap_optimizer(
-        self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
-    ) -> AcceleratedOptimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, *, moves_state: bool) -> AcceleratedOptimizer:
         first = [True]
 
         def before_step(stepped: Optimizer, *_: Any) -> None:
@@ -68,7 +65,7 @@ class DDPStrategy(Strategy):
 
         with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
             optimizer.register_step_pre_hook(before_step)
-        return super().wrap_optimizer(optimizer, accumulation, moves_state=moves_state)
+        return super().wrap_optimizer(optimizer, moves_state=moves_state)
 
     def renew(self, model: Module) -> bool:
         if isinstance(model, DistributedDataParallel):

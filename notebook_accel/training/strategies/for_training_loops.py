@@ -17,7 +17,7 @@ from notebook_accel.training.models import has_parts, weights_of
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.stepping.step_timer import step_timer
-from notebook_accel.training.strategies.strategy_request import call_model
+from notebook_accel.training.strategies.strategy_request import LossFunction, call_model
 
 
 class _SpreadScaler(torch.amp.GradScaler):
@@ -64,12 +64,7 @@ class ForTrainingLoops:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def forward_backward(
-        self,
-        model: Module,
-        inputs: Any,
-        targets: Any,
-        loss_function: Callable[[Any, Any], torch.Tensor],
-        num_steps: int = 1,
+        self, model: Module, inputs: Any, targets: Any, loss_function: LossFunction, num_steps: int
     ) -> torch.Tensor:
         """Run forward, loss and backward of one batch; return the loss, detached."""
         loss = loss_function(call_model(model, inputs), targets)

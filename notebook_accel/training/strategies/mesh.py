@@ -14,7 +14,7 @@ sharded and divided over the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,11 @@ from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_
 from notebook_accel.training.strategies import dtensors, parallelize
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.context import SequenceDivider
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
+from notebook_accel.training.strategies.strategy_request import (
+    LossFunction,
+    ModelToPrepare,
+    Request,
+)
 
 # What views call the dimensions of a mesh.
 _LABELS = {"pp": "PP", "dp_replicate": "replicas", "cp": "CP", "tp": "TP"}
@@ -190,12 +194,7 @@ class MeshParallel(Strategy):
         )
 
     def forward_backward(
-        self,
-        model: Module,
-        inputs: Any,
-        targets: Any,
-        loss_function: Callable[[Any, Any], torch.Tensor],
-        num_steps: int = 1,
+        self, model: Module, inputs: Any, targets: Any, loss_function: LossFunction, num_steps: int
     ) -> torch.Tensor:
         loss = super().forward_backward(model, inputs, targets, loss_function, num_steps)
         if self.parallelism.cp_enabled:

@@ -38,7 +38,7 @@ from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import find_batch_size, leaves, recursively_apply
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.strategies.dtensors import local_part
-from notebook_accel.training.strategies.strategy_request import call_model
+from notebook_accel.training.strategies.strategy_request import LossFunction, call_model
 
 # The class of a schedule, and how many stages each rank has.
 SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
@@ -150,7 +150,7 @@ class Pipeline:
         model: nn.Module,
         inputs: Any,
         targets: Any,
-        loss_function: Callable[[Any, Any], torch.Tensor],
+        loss_function: LossFunction,
         for_backward: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Run forward, loss and backward of one batch, micro-batch by micro-batch.
@@ -241,7 +241,7 @@ class Pipeline:
         return outputs if stage < len(self.ranges) - 1 else self._end(number, outputs)
 
     def _mean_loss(
-        self, outputs: Any, batch: _MicroBatch, loss_function: Callable[[Any, Any], torch.Tensor]
+        self, outputs: Any, batch: _MicroBatch, loss_function: LossFunction
     ) -> torch.Tensor:
         """Return a micro-batch's share of the mean loss; without real samples a 0 with a graph."""
         if not batch.num_real:

@@ -39,7 +39,11 @@ from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
 from notebook_accel.training.strategies.micro_batches import add_up_gradients
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
+from notebook_accel.training.strategies.strategy_request import (
+    LossFunction,
+    ModelToPrepare,
+    Request,
+)
 
 _Key = tuple[float, ...]
 
@@ -126,12 +130,7 @@ class PipelineParallel(MeshParallel):
         return [sorted({*chain(*of_group)}) for of_group in zip(*of_stages, strict=True)]
 
     def forward_backward(
-        self,
-        model: Module,
-        inputs: Any,
-        targets: Any,
-        loss_function: Callable[[Any, Any], torch.Tensor],
-        num_steps: int = 1,
+        self, model: Module, inputs: Any, targets: Any, loss_function: LossFunction, num_steps: int
     ) -> torch.Tensor:
         pipeline = stages.pipeline_of(model)
         if pipeline is None:

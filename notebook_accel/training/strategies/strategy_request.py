@@ -17,6 +17,9 @@ from notebook_accel.training.settings.handlers import KwargsHandler
 from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin
 
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""From outputs and targets to the loss, as ``forward_backward`` takes it."""
+
 
 @dataclass(kw_only=True)
 class Request:

@@ -30,7 +30,6 @@ from notebook_accel.training.models import joined_state_dict, set_within
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, shares_parameters
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import step_timer
@@ -69,7 +68,6 @@ class DeepSpeedZero(Strategy):
         # The model and optimizer of the engine that this prepare() is to make, and its objects.
         self._expected: tuple[Module, Optimizer, PrepareCall] | None = None
         self._given_optimizer: Optimizer | None = None
-        self._accumulation = request.accumulation
         # Whether the next backward ends its window; None: as the window says.
         self._exchanges: bool | None = None
         # The types of the user's weights before DeepSpeed's; saved weights get them back.
@@ -155,7 +153,7 @@ class DeepSpeedZero(Strategy):
             model,
             call,
             topology=self.topology,
-            num_steps=self._accumulation.num_steps,
+            num_steps=self.accumulation.num_steps,
             precision=self.precision.name,
         )
 
@@ -171,14 +169,12 @@ class DeepSpeedZero(Strategy):
             _convert_inputs_and_outputs(model, self.precision.dtype)
         return made
 
-    def wrap_optimizer(
-        self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
-    ) -> AcceleratedOptimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, *, moves_state: bool) -> AcceleratedOptimizer:
         assert self.engine is not None
         return DeepSpeedOptimizerWrapper(
             optimizer,
             self.engine,
-            accumulation=accumulation,
+            accumulation=self.accumulation,
             device_memory=devices.memory_reader(self.topology.device),
         )
 
@@ -197,7 +193,7 @@ class DeepSpeedZero(Strategy):
         if self.engine is None:
             super().backward(loss, num_steps, **kwargs)
             return
-        is_last = self._accumulation.sync_gradients if self._exchanges is None else self._exchanges
+        is_last = self.accumulation.sync_gradients if self._exchanges is None else self._exchanges
         with step_timer().backward(loss):
             self.engine.backward(loss / num_steps if num_steps > 1 else loss, is_last, **kwargs)
 
