@@ -17,13 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import (
     AUTO,
     DeepSpeedPlugin,
     is_open,
 )
-from notebook_accel.training.strategies.strategy_request import PrepareCall
+from notebook_accel.training.strategies.strategy_request import PrepareCall, Request
 
 _ZERO = "zero_optimization."
 
@@ -125,15 +124,10 @@ def _alone(name: str, what: str) -> str:
 
 
 def complete(
-    plugin: DeepSpeedPlugin,
-    model: Module,
-    call: PrepareCall,
-    *,
-    topology: Topology,
-    num_steps: int,
-    precision: str,
+    plugin: DeepSpeedPlugin, model: Module, call: PrepareCall, request: Request
 ) -> dict[str, Any]:
     """Complete the plugin's configuration in place, and return it without "auto" entries."""
+    topology, num_steps = request.topology, request.accumulation.num_steps
     config = plugin.hf_ds_config
     config.reopen()
     for name in ("fp16", "bf16"):
@@ -151,8 +145,8 @@ def complete(
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": num_steps,
         "gradient_clipping": 0.0,
-        "fp16.enabled": precision == "fp16",
-        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": request.precision.name == "fp16",
+        "bf16.enabled": request.precision.name == "bf16",
         _ZERO + "stage3_gather_16bit_weights_on_model_save": False,
         **_buckets(model),
     }

@@ -21,9 +21,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from notebook_accel.rank.this_rank import DeviceMemory
 from notebook_accel.training.models import set_within
-from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 
@@ -111,14 +109,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        engine: DeepSpeedEngineWrapper,
-        *,
-        accumulation: Accumulation,
-        device_memory: Callable[[], DeviceMemory | None] | None = None,
+        self, optimizer: Optimizer, engine: DeepSpeedEngineWrapper, **settings: Any
     ) -> None:
-        super().__init__(optimizer, False, accumulation=accumulation, device_memory=device_memory)
+        super().__init__(optimizer, False, **settings)
         self._engine = engine
 
     def _take_step(self, closure: Callable[[], float] | None) -> None:
