@@ -42,7 +42,7 @@ from torch.distributed.constants import default_pg_timeout
 from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.group_store import store_of_next_group
-from notebook_accel.rank.this_rank import StorePort, current, has_process_group
+from notebook_accel.rank.this_rank import RankContext, StorePort, current, has_process_group
 from notebook_accel.training.settings.handlers import InitProcessGroupKwargs
 
 _OURS = "process group is ours"
@@ -56,24 +56,19 @@ _FELL_ASLEEP = "voluntary_ctxt_switches"
 
 
 def open_process_group(
-    *,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    backend: str,
-    options: InitProcessGroupKwargs,
+    *, context: RankContext, backend: str, options: InitProcessGroupKwargs
 ) -> None:
     """Make torch's default process group; all ranks call it, and it waits until all have joined."""
-    arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    arguments: dict[str, Any] = {"rank": context.rank, "world_size": context.world_size}
     if options.timeout is not None:
         arguments["timeout"] = options.timeout
     if options.init_method is not None:
         arguments["init_method"] = options.init_method
-    elif local_world_size == world_size and (current().store_port or _meets_here()):
+    elif context.local_world_size == context.world_size and (current().store_port or _meets_here()):
         for variable in _INTERFACE_VARIABLES:
             os.environ.setdefault(variable, "lo")
         timeout = options.timeout or _STORE_TIMEOUT
-        arguments["store"] = store_of_next_group(rank, timeout, _address())
+        arguments["store"] = store_of_next_group(context.rank, timeout, _address())
     else:
         arguments["init_method"] = "env://"
     dist.init_process_group(backend, **arguments)

@@ -182,9 +182,7 @@ def _open(context: RankContext, device: torch.device, options: InitProcessGroupK
         return
     asked = _chosen_backend(options)
     open_process_group(
-        rank=context.rank,
-        world_size=context.world_size,
-        local_world_size=context.local_world_size,
+        context=context,
         backend=devices.with_host(asked, device) if asked else devices.default_backend(device),
         options=options,
     )

@@ -64,10 +64,9 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
     parallelism: ParallelismConfig | None = None
 
     def __init__(self, request: Request) -> None:
+        self.request = request
         self.topology = request.topology
         self.precision = request.precision
-        self.handlers = request.handlers
-        self.dynamo = request.dynamo
         self.accumulation = request.accumulation
         self.parallelism = request.plugins.get("parallelism_config")
         self.scaling = request.precision.make_scaling(self.kind_of_scaling)
@@ -87,7 +86,7 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
         All ranks call it. Its precision is set already.
         """
         if not has_parts(given.model.parameters()):
-            return compile_model(self.place(given), self.dynamo)
+            return compile_model(self.place(given), self.request.dynamo)
         from notebook_accel.training.strategies import dtensors
 
         self.was_given_parts = True

@@ -43,7 +43,7 @@ class DDPStrategy(Strategy):
             if given.training and not trains:
                 _THAW_HOOKS[given.model] = model.register_forward_pre_hook(_warn_if_thawed)
             return model
-        options = pick_handler(self.handlers, DistributedDataParallelKwargs)
+        options = pick_handler(self.request.handlers, DistributedDataParallelKwargs)
         has_index = given.device is not None and given.device.index is not None
         device_ids = [given.device] if has_index else None
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **options.to_kwargs())

@@ -130,15 +130,7 @@ class MeshParallel(Strategy):
             for part in model.modules()
             for name, weight in part.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        parallelize.parallelize(
-            model,
-            self.mesh,
-            parallelism=self.parallelism,
-            plugin=self.plugin,
-            dynamo=self.dynamo,
-            dtype=self.precision.dtype,
-            device=self.topology.device,
-        )
+        parallelize.parallelize(model, self.mesh, self.parallelism, self.plugin, self.request)
         for part, name, held in before:
             new, weight = getattr(part, name), held()
             if weight is not None and new is not weight:

@@ -41,18 +41,16 @@ from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParalle
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies import context, dtensors, fsdp, stages, tensor
-from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, compile_in_place
+from notebook_accel.training.strategies.compiling import compile_in_place
+from notebook_accel.training.strategies.strategy_request import Request
 
 
 def parallelize(
     model: Module,
     mesh: DeviceMesh,
-    *,
     parallelism: ParallelismConfig,
     plugin: FullyShardedDataParallelPlugin,
-    dynamo: TorchDynamoPlugin,
-    dtype: torch.dtype | None,
-    device: torch.device,
+    request: Request,
 ) -> None:
     """Shard and divide a model over the mesh, in place; all ranks call it.
 
@@ -60,8 +58,9 @@ def parallelize(
         model: the user's model. Every rank has it in full, on any device, or divided over the mesh
             dimension "tp" already.
         mesh: all ranks, with the dimensions of ``parallelism`` that are larger than 1.
-        dtype: the type that the model computes in; None for the type of its weights.
+        request: its precision has the type that the model computes in, its topology the device.
     """
+    device, dtype = request.topology.device, request.precision.dtype
     dimensions = mesh.mesh_dim_names or ()
     data = _data_dimensions(parallelism, dimensions)
     # Found now: the plugin names the modules to ignore, and names change once a stage has dropped
@@ -82,7 +81,7 @@ def parallelize(
     chosen = fsdp.choose_modules(model, plugin)
     if plugin.activation_checkpointing:
         fsdp.checkpoint_activations(chosen, plugin)
-    compile_in_place(model, dynamo, own_blocks)
+    compile_in_place(model, request.dynamo, own_blocks)
     if "cp" in dimensions:
         context.fit_decoder(model)
     kept_whole = {weight for part in ignored for weight in part.parameters()}

@@ -61,7 +61,6 @@ class DeepSpeedZero(Strategy):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._request = request
         self.plugin = request.plugins["deepspeed_plugin"]
         self.label = f"DeepSpeed ZeRO-{self.plugin.zero_stage}"
         self.scaling = None
@@ -124,7 +123,7 @@ class DeepSpeedZero(Strategy):
         if self.plugin.zero_stage != 3:
             self.precision.wrap(given.model)
             return super().prepare_model(given)
-        config = complete(self.plugin, given.model, PrepareCall(), self._request)
+        config = complete(self.plugin, given.model, PrepareCall(), self.request)
         # This model has no optimizer: DeepSpeed would make the one in the configuration.
         config.pop("optimizer", None), config.pop("scheduler", None)
         engine, *_ = self._initialize(given.model, config)
@@ -135,7 +134,7 @@ class DeepSpeedZero(Strategy):
         schedule = next((one for one in call.schedulers if isinstance(one, DummyScheduler)), None)
         _check_sections(self.plugin.deepspeed_config, optimizer, call.schedulers)
         self.plugin.set_moe_leaf_modules(model)
-        config = complete(self.plugin, model, call, self._request)
+        config = complete(self.plugin, model, call, self.request)
         state = model.state_dict().items()
         self._dtypes = {name: value.dtype for name, value in state if torch.is_tensor(value)}
         engine, *_ = self._initialize(
