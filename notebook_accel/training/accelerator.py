@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
+from tqdm import auto
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
@@ -78,7 +79,6 @@ from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDyn
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking.active_trackers import Tracking
 from notebook_accel.training.tracking.profiling import profile
-from notebook_accel.training.tracking.progress_tracker import progress
 from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.tracker import BlankTracker, GeneralTracker
 from notebook_accel.wire import KnobValue
@@ -1361,9 +1361,8 @@ class Accelerator(TrainingInfo):
             >>> rate.value
             0.0003
         """
-        return make_knob(
-            name, default, low=low, high=high, log=log, choices=choices, on_change=on_change
-        )
+        limits = {"low": low, "high": high, "log": log, "choices": tuple(choices or ())}
+        return make_knob(name, default, on_change, **limits)
 
     def progress(
         self, iterable: Iterable[_Item], desc: str | None = None, total: float | None = None
@@ -1382,7 +1381,8 @@ class Accelerator(TrainingInfo):
             >>> for inputs, targets in accelerator.progress(loader, "epoch 1"):
             ...     loss = model(inputs).sum()
         """
-        return progress(iterable, desc, total, is_shown=self.is_local_main_process)
+        is_shown = self.is_local_main_process or current().launched  # there each rank has its own
+        return auto.tqdm(iterable, desc=desc, total=total, disable=not is_shown)
 
     def profile(
         self, profile_handler: ProfileKwargs | None = None

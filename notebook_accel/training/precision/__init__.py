@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -14,7 +14,12 @@ from notebook_accel.training.models import RemovableForward, strip_forward
 from notebook_accel.training.precision.float8 import AORecipeKwargs, convert_model_to_fp8_ao
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.settings import environment
-from notebook_accel.training.settings.handlers import AutocastKwargs, GradScalerKwargs
+from notebook_accel.training.settings.handlers import (
+    AutocastKwargs,
+    GradScalerKwargs,
+    KwargsHandler,
+    pick_handler,
+)
 
 
 class AutocastForward(RemovableForward):
@@ -52,17 +57,10 @@ class Precision:
     is_on = True
     """Whether operations are cast to it at all; the user may turn that off (``native_amp``)."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        autocast: AutocastKwargs,
-        scaler: GradScalerKwargs,
-        recipe: AORecipeKwargs | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, handlers: Sequence[KwargsHandler]) -> None:
         self.device_type = device.type
-        self.options = autocast
-        self.scaler_options = scaler
+        self.options = pick_handler(handlers, AutocastKwargs)
+        self.scaler_options = pick_handler(handlers, GradScalerKwargs)
 
     def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
         """Return a loss scaling, an object of ``kind``; None if this precision needs none."""
@@ -119,11 +117,9 @@ class Float8(BFloat16):
     name = "fp8"
     converts_layers = True
 
-    def __init__(
-        self, device: torch.device, *, recipe: AORecipeKwargs | None = None, **options: Any
-    ) -> None:
-        super().__init__(device, **options)
-        self.recipe: AORecipeKwargs = recipe or AORecipeKwargs()
+    def __init__(self, device: torch.device, handlers: Sequence[KwargsHandler]) -> None:
+        super().__init__(device, handlers)
+        self.recipe: AORecipeKwargs = pick_handler(handlers, AORecipeKwargs)
         self.recipe.check_device(device)
 
     def wrap(self, model: torch.nn.Module) -> None:

@@ -113,7 +113,6 @@ def make_plan(
     precision_name = resolve_precision(mixed_precision)
     if any(one.divides_layers for one in chosen.values()):
         refuse_divided_layers(precision_name)
-    recipe = next((one for one in checked if isinstance(one, AORecipeKwargs)), None)
     window = resolve_plugin(None if plugin else num_steps, plugin)
     found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
     if cpu and found.device.type != "cpu":
@@ -124,12 +123,7 @@ def make_plan(
         )
     request = Request(
         topology=found,
-        precision=PRECISIONS[precision_name](
-            found.device,
-            autocast=pick_handler(checked, AutocastKwargs),
-            scaler=pick_handler(checked, GradScalerKwargs),
-            recipe=recipe,
-        ),
+        precision=PRECISIONS[precision_name](found.device, checked),
         handlers=checked,
         plugins=chosen,
         dynamo=compiling,

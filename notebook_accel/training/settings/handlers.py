@@ -485,4 +485,5 @@ _Handler = TypeVar("_Handler", bound=KwargsHandler)
 
 def pick_handler(handlers: Iterable[KwargsHandler], kind: type[_Handler]) -> _Handler:
     """Return the first handler of class ``kind``; if there is none, a ``kind`` with defaults."""
-    return next((handler for handler in handlers if isinstance(handler, kind)), kind())
+    picked = next((handler for handler in handlers if isinstance(handler, kind)), None)
+    return picked or kind()

@@ -6,7 +6,7 @@ Outside of a launch a knob is its default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from notebook_accel import wire
@@ -58,18 +58,13 @@ class Knob:
 def make_knob(
     name: str,
     default: wire.KnobValue,
-    *,
-    low: float | None,
-    high: float | None,
-    log: bool,
-    choices: Sequence[wire.KnobValue] | None,
     on_change: Callable[[wire.KnobValue], object] | None,
+    **limits: Any,
 ) -> Knob:
     """Return the knob of this name; ``Accelerator.knob`` says more."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"knob({name!r}): its name is a text, such as 'lr'")
-    _check(name, default, low, high, log=log)
-    limits: dict[str, Any] = {"low": low, "high": high, "log": log, "choices": tuple(choices or ())}
+    _check(name, default, limits["low"], limits["high"], log=limits["log"])
     made = wire.KnobMade(name=name, value=default, **limits)
     checked(made, default)
     context = current()

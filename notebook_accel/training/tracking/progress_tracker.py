@@ -6,29 +6,11 @@ bar.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import auto
 
-from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import topology
-
-_Item = TypeVar("_Item")
-
-
-def progress(
-    iterable: Iterable[_Item],
-    desc: str | None = None,
-    total: float | None = None,
-    *,
-    is_shown: bool,
-) -> Iterable[_Item]:
-    """Return ``iterable`` with a progress bar that counts its items.
-
-    Under our launcher each rank has its own bar in the notebook.
-    """
-    return auto.tqdm(iterable, desc=desc, total=total, disable=not (is_shown or current().launched))
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm[Any]:
