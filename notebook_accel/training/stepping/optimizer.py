@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -343,21 +344,15 @@ def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
     return any(id(weight) in wanted for weight in weights_of(optimizer))
 
 
+@dataclass(kw_only=True, eq=False)
 class UnpreparedWatch:
     """Warns once when an optimizer that was not prepared steps a prepared model's weights."""
 
-    def __init__(
-        self,
-        *,
-        accumulation: Accumulation,
-        scaling: LossScaling | None,
-        models: Sequence[PreparedModel],
-    ) -> None:
-        self._accumulation = accumulation
-        self.scaling = scaling
-        self._models = models
-        self._started = False
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    accumulation: Accumulation
+    scaling: LossScaling | None
+    models: Sequence[PreparedModel]
+    _started: bool = field(default=False, init=False)
+    _known: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet, init=False)
 
     def knows(self, optimizer: Optimizer) -> None:
         """Register an optimizer that was prepared, so that its steps cause no warning."""
@@ -365,7 +360,7 @@ class UnpreparedWatch:
 
     def start(self, owner: object) -> None:
         """Watch the steps of all optimizers of this process as long as ``owner`` lives."""
-        if self._started or (self.scaling is None and self._accumulation.num_steps == 1):
+        if self._started or (self.scaling is None and self.accumulation.num_steps == 1):
             return
         self._started = True
         watch = weakref.proxy(self)
@@ -375,14 +370,14 @@ class UnpreparedWatch:
     def _look(self, optimizer: Optimizer) -> None:
         if self.scaling is not None:
             reason = "so it used gradients that are still multiplied with the loss scale"
-        elif not self._accumulation.sync_gradients:
+        elif not self.accumulation.sync_gradients:
             reason = "so it used the gradients of a window that is not complete"
         else:
             return
-        if self._accumulation.is_stepping or optimizer in self._known:
+        if self.accumulation.is_stepping or optimizer in self._known:
             return
         self._known.add(optimizer)
-        prepared = {id(weight) for model in self._models for weight in model.inner.parameters()}
+        prepared = {id(weight) for model in self.models for weight in model.inner.parameters()}
         if shares_parameters(optimizer, prepared):
             notice(
                 f"{type(optimizer).__name__} was stepped without accelerator.prepare(optimizer), "
