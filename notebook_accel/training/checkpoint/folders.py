@@ -99,10 +99,8 @@ class Numbering:
     def next(self, being_written: Sequence[str] = ()) -> str:
         """Return the name of the next checkpoint, with a number above all existing ones."""
         names = [*entries(self.folder()), *being_written]
-        newest = max(
-            (int(match[1]) for match in map(NUMBERED.fullmatch, names) if match), default=-1
-        )
-        return f"checkpoint_{max(self.project.iteration, newest + 1)}"
+        above = [int(match[1]) + 1 for match in map(NUMBERED.fullmatch, names) if match]
+        return f"checkpoint_{max([self.project.iteration, *above])}"
 
     def make(self) -> StagedFolder:
         """Return a new staged folder for the next numbered checkpoint."""

@@ -55,6 +55,11 @@ class DataGroup:
         return cls(size=num_ranks, index=rank, index_of_rank=tuple(range(num_ranks)))
 
     @classmethod
+    def of(cls, mesh: DeviceMesh | None, num_ranks: int, rank: int) -> DataGroup:
+        """Return the data group of a mesh if there is one, else that of all ranks."""
+        return cls.of_all_ranks(num_ranks, rank) if mesh is None else cls.of_mesh(mesh, rank)
+
+    @classmethod
     def of_mesh(cls, mesh: DeviceMesh, rank: int, *, makes_group: bool = False) -> DataGroup:
         """Return the data group of a device mesh, from its dimensions whose names begin with "dp".
 

@@ -336,13 +336,8 @@ def prepare_data_loader(
         ConfigError: the settings do not fit the loader.
     """
     here = topology.topology()
-    data_group = DataGroup.of_all_ranks(
-        here.num_processes if num_processes is None else num_processes,
-        here.process_index if process_index is None else process_index,
-    )
-    if torch_device_mesh is not None:
-        rank = here.process_index if process_index is None else process_index
-        data_group = DataGroup.of_mesh(torch_device_mesh, rank)
+    size = here.num_processes if num_processes is None else num_processes
+    rank = here.process_index if process_index is None else process_index
     return prepare_loader(
         dataloader,
         config=DataLoaderConfiguration(
@@ -356,7 +351,7 @@ def prepare_data_loader(
         ),
         device=(device or here.device) if put_on_device else None,
         rng_types=rng_types,
-        data_group=data_group,
+        data_group=DataGroup.of(torch_device_mesh, size, rank),
         slice_fn=slice_fn_for_dispatch,
         # Nobody counts the loaders here. A random number, as in Accelerate, gives each loader an
         # order of its own, and the same one after the same seed.

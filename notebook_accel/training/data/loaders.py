@@ -147,9 +147,7 @@ class PreparedLoader(LoaderWrapper):
             seed = int(torch.empty((), dtype=torch.int64).random_())
             arguments["generator"] = new_generator(seed)
         base = new_loader(dataset, use_stateful, arguments)
-        data_group = DataGroup.of_all_ranks(num_ranks(), this_rank())
-        if torch_device_mesh is not None:
-            data_group = DataGroup.of_mesh(torch_device_mesh, this_rank())
+        data_group = DataGroup.of(torch_device_mesh, num_ranks(), this_rank())
         generator = arguments["generator"]
         self._wrap(base, LoaderOptions(data_group=data_group, generator=generator, **options))
         if iteration:
