@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Join
 
 from notebook_accel.private import of_torch
+from notebook_accel.training.models import set_within
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 
@@ -72,6 +73,5 @@ def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
         )
     with ExitStack() as restored:
         for shard in found:
-            restored.callback(setattr, shard, "even_batches", shard.even_batches)
-            shard.even_batches = value
+            restored.enter_context(set_within(shard, even_batches=value))
         yield

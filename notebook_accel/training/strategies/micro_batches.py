@@ -36,6 +36,7 @@ from torch.func import functional_call
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import find_batch_size, leaves, recursively_apply
+from notebook_accel.training.models import set_within
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.strategy_request import LossFunction, call_model
@@ -167,8 +168,7 @@ class Pipeline:
             losses[number] = loss.detach()
             return for_backward(loss)
 
-        self._micro_batches, self._end = self._divide(inputs, targets), end
-        try:
+        with set_within(self, _micro_batches=self._divide(inputs, targets), _end=end):
             # Which micro-batch a stage runs; the batch itself each rank has.
             numbers = torch.arange(self.num_microbatches)
             first = (numbers,) if 0 in self.own_stages else ()
@@ -178,8 +178,6 @@ class Pipeline:
             loss = torch.zeros((), device=self.device)
             if self.has_last_stage:
                 loss += torch.stack([*losses.values()]).sum()
-        finally:
-            self._micro_batches, self._end = [], None
         dist.broadcast(loss, src=self._rank_of(len(self.ranges) - 1), group=self.group)
         return loss
 
