@@ -108,10 +108,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         optimizer: the optimizer inside, which has this rank's shards of the weights.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, engine: DeepSpeedEngineWrapper, **settings: Any
-    ) -> None:
-        super().__init__(optimizer, False, **settings)
+    def __init__(self, optimizer: Optimizer, engine: DeepSpeedEngineWrapper, **kwargs: Any) -> None:
+        super().__init__(optimizer, False, **kwargs)
         self._engine = engine
 
     def _take_step(self, closure: Callable[[], float] | None) -> None:
