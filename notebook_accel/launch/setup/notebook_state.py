@@ -104,11 +104,16 @@ def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
     # A library that is imported in a rank adds its own handlers there: lines would come twice.
     top = logger.name.partition(".")[0]
     is_of_library = not is_root and top in sys.modules and top != "__main__"
-    handlers = [] if is_of_library else [_handler(handler) for handler in logger.handlers]
-    if not (logger.level or handlers or logger.disabled or not logger.propagate):
+    own = [] if is_of_library else logger.handlers
+    if not (logger.level or own or logger.disabled or not logger.propagate):
         return None
+    handlers = [*filter(None, map(_handler, own))]
+    if own and not handlers and 0 < logger.level < logging.WARNING:
+        # Rich's, say. Without any handler, Python would show warnings and drop what is below.
+        formatter = logging.Formatter(logging.BASIC_FORMAT)
+        handlers = [(partial(_stream_handler, "stderr"), own[0].level, formatter)]
     name = None if is_root else logger.name
-    return name, logger.level, logger.propagate, logger.disabled, [*filter(None, handlers)]
+    return name, logger.level, logger.propagate, logger.disabled, handlers
 
 
 def _handler(handler: logging.Handler) -> _Handler | None:

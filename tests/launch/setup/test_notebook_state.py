@@ -176,6 +176,41 @@ def test_a_library_that_the_notebook_has_not_imported_is_seeded_alike_in_all_ran
     assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True)), "as forks would draw"
 
 
+class OwnHandler(logging.Handler):
+    pass
+
+
+def lines_of_own_handler(level: int) -> str:
+    """What a rank writes where a cell has set up a handler of a class of its own."""
+    from notebook_accel.launch.setup.notebook_state import apply_notebook_state, capture
+
+    logger, handler = logging.getLogger("of a cell"), OwnHandler(logging.INFO)
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    state = capture()
+    logger.removeHandler(handler)
+    sys.stderr = io.StringIO()
+    apply_notebook_state(state)
+    logger.debug("too fine")
+    logger.info("begun")
+    logger.error("broken")
+    return sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "text"),
+    [
+        (logging.DEBUG, "INFO:of a cell:begun\nERROR:of a cell:broken\n"),
+        # As Python does without a handler.
+        (logging.ERROR, "broken\n"),
+    ],
+)
+def test_lines_of_a_handler_that_stays_in_the_notebook_are_not_lost(level: int, text: str) -> None:
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        assert pool.submit(lines_of_own_handler, level).result(60) == text
+
+
 def text_of_rank(format_: str, has_filter: bool, **of_formatter: Any) -> str:
     """What a rank writes of a line, once a cell has set a handler up."""
     from notebook_accel.launch.setup.notebook_state import apply_notebook_state, capture
@@ -229,7 +264,7 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from notebook_accel.launch.payload.notebook_state import capture
+    from notebook_accel.launch.setup.notebook_state import capture
 
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher", "-f", "c.json"])
