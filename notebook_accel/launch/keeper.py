@@ -67,7 +67,12 @@ def serve(fd: int) -> None:
             warm()
             follow(imports)
         packed = PackedCall(parcel=Parcel(message.payload, fds), **about)
-        listener = user_socket.listen(request.run_id)
+        try:
+            listener = user_socket.listen(request.run_id)
+        except OSError as error:
+            raise LaunchError(
+                f"no socket can be made by which kernels attach ({error}): leave detach out"
+            ) from None
         call = call_of(launch_packed(request, packed))
     except Exception as error:  # the process boundary: the kernel raises it
         raised = wire.Raised(

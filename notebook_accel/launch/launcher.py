@@ -71,18 +71,24 @@ def launch(request: LaunchRequest) -> Run:
     if request.detach:
         check_can_detach(request.config, block=request.block)
     packed = None
-    with _telling_failure(request.view):
-        if engine_for(request.config).starts_ranks:
-            preflight.check_platform()
-            packed = _pack(request)
-            request = replace(request, notices=(*packed.notices, *request.notices))
-        if request.detach:
-            assert packed is not None, "Engine.can_detach"
-            request.view.launch_is_slow(request.name)
-            return launch_detached(
-                request, packed, notebook_file=notebook_file(), script=_script(request)
-            )
-    return launch_packed(request, packed)
+    try:
+        with _telling_failure(request.view):
+            if engine_for(request.config).starts_ranks:
+                preflight.check_platform()
+                packed = _pack(request)
+                request = replace(request, notices=(*packed.notices, *request.notices))
+            if request.detach:
+                assert packed is not None, "Engine.can_detach"
+                request.view.launch_is_slow(request.name)
+                return launch_detached(
+                    request, packed, notebook_file=notebook_file(), script=_script(request)
+                )
+        return launch_packed(request, packed)
+    except BaseException:
+        # IPython keeps the traceback, and with it the copy of all that the function uses.
+        if packed is not None:
+            packed.parcel.close()
+        raise
 
 
 def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
@@ -479,13 +485,15 @@ def _changed_call(
     request: LaunchRequest, run: Run, changes: Mapping[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], dict[str, KnobValue]]:
     """Return arguments and knobs after ``changes``, each of which names one of either."""
-    function, made = request.function, run.state.knobs
-    args, kwargs = named_arguments(function, request.args, request.kwargs)
-    kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
-    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    single = {name for name, kind in kinds.items() if kind in by_name}
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
-    arguments, knobs = {**kwargs}, {}
+    signature, made = inspect.signature(request.function), run.state.knobs
+    several = [one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
+    single = {
+        one.name
+        for one in signature.parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    }
+    bound = signature.bind(*request.args, **request.kwargs)
+    knobs = {}
     for name, value in changes.items():
         if name in single and name in made:
             raise ConfigError(
@@ -494,15 +502,17 @@ def _changed_call(
             )
         if name in made:
             knobs[name] = checked(made[name], value)
-        elif name in single or takes_any:
-            arguments[name] = value
+        elif name in single:
+            bound.arguments[name] = value
+        elif several:
+            bound.arguments[several[0]] = {**bound.arguments.get(several[0], {}), name: value}
         else:
             names = ", ".join([*sorted(single), *made]) or "none"
             raise TypeError(
                 f"clone() got {name}=, which is neither an argument nor a knob of the function; "
                 f"it has {names}"
             )
-    return args, arguments, knobs
+    return bound.args, bound.kwargs, knobs
 
 
 def _free_devices(run: Run) -> tuple[int, ...]:

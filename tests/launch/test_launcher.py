@@ -7,8 +7,10 @@ import gc
 import importlib
 import os
 import pickle
+import queue
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -435,6 +438,36 @@ def test_what_cannot_travel_back_loses_nothing_beside_it() -> None:
     ]
     with pytest.raises(WorkerError, match=r"`result` \(_thread.lock\), returned, cannot travel"):
         on_cpu(threading.Lock)
+
+
+@pytest.mark.parametrize("holds", [threading.Event, queue.Queue, ThreadPoolExecutor])
+def test_what_cannot_be_made_again_without_its_lock_stays_as_a_whole(holds: Any) -> None:
+    def trains(nested: bool) -> Any:
+        trained = SimpleNamespace(held=holds(), weights=torch.ones(2))
+        return {"weights": torch.ones(2), "trained": trained} if nested else trained
+
+    trained = on_cpu(trains, False)[1]
+    assert torch.equal(trained.weights, torch.ones(2))
+    assert str(trained.held).startswith(f"<`result.held` ({holds.__module__}.{holds.__name__}), ")
+    result = on_cpu(trains, True)[1]
+    assert torch.equal(result["weights"], torch.ones(2))
+    assert str(result["trained"]).startswith("<`result['trained']` (types.SimpleNamespace), ")
+
+
+def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data() -> None:
+    data = torch.ones(1 << 20)
+
+    def train() -> Any:
+        return data.sum()
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = LaunchConfig(num_processes=2, devices="cpu", use_port=taken.getsockname()[1])
+        opened = open_descriptors()
+        with pytest.raises(LaunchError) as caught:
+            launch(train, config=config, view=View())
+        assert not [one for one in open_descriptors() - opened if "memfd" in one], caught.value
 
 
 # ---- stop ----------------------------------------------------------------------------------

@@ -214,6 +214,11 @@ def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing() -> None:
 
         Accelerator(cpu=True).knob("lr", lr)
 
+    def several(first: int, *others: int, **named: int) -> Any:
+        return first, others, named
+
+    varied = launch(several, (1, 2, 3), config=LaunchConfig(num_processes=1))
+    assert varied.clone(block=True, first=9, more=4)[0] == (9, (2, 3), {"more": 4})
     small = launch(plain, (1.0,), config=LaunchConfig(num_processes=1))
     with pytest.raises(ConfigError, match="an argument of the function and one of its knobs"):
         small.clone(lr=2.0)

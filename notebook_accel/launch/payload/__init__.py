@@ -27,6 +27,7 @@ from notebook_accel.launch.payload.culprits import (
     arguments,
     cannot_travel,
     cause,
+    direct_parts_that_cannot_return,
     part_that_cannot_return,
     pickled,
     variables,
@@ -284,21 +285,36 @@ def pack_result(
         TypeError: ``value`` cannot be pickled as a whole, or a part of it cannot and there is no
             ``notice``; the message names it.
     """
+    sent = call.sent if call else {}
     left: dict[int, LeftInRank] = {}
-    parts = []  # kept, so that no other object has the id of one
-    make = partial(ResultPickler, sent=call.sent if call else {}, left=left)
+    leaving: list[tuple[Any, str]] = []  # these are kept, so that no other object has an id of left
+    leaves_whole = False
+    make = partial(ResultPickler, sent=sent, left=left)
     while True:
         try:
             body, buffers, pickler = _dump(make, lambda _: value)
+            if left:
+                load(body, buffers=buffers, objects=sent)
+            break
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
             part, why = part_that_cannot_return(value, make, error)
-            if notice is None or part is value or id(part) in left or len(left) == _MAX_LEFT:
+            if notice is None or leaves_whole or (part is value and not left):
                 raise TypeError(why) from cause(error)
-            left[id(part)] = LeftInRank(why)
-            parts.append(part)
-            notice(why)
-        else:
-            return _as_packed(body, buffers, tuple(pickler.returning))
+            if part is value or id(part) in left or len(left) == _MAX_LEFT:
+                # An object cannot be made again without what it holds, as an Event without its
+                # lock: the whole of such an entry or attribute stays here.
+                leaves_whole = True
+                leaving[:] = direct_parts_that_cannot_return(
+                    value, partial(ResultPickler, sent=sent)
+                )
+                left.clear()
+            else:
+                leaving.append((part, why))
+            left.update((id(one), LeftInRank(why)) for one, why in leaving)
+    for _, why in leaving:
+        assert notice is not None
+        notice(why)
+    return _as_packed(body, buffers, tuple(pickler.returning))
 
 
 def numbers_in(result: Packed) -> tuple[int, ...]:

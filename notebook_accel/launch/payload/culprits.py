@@ -182,12 +182,26 @@ def part_that_cannot_return(
     fault, the result itself is returned.
     """
     culprit = _find_culprit([("result", value, "")], make) or Culprit("result", value, "", error)
+    return culprit.value, _sentence_of_result(culprit)
+
+
+def direct_parts_that_cannot_return(
+    value: object, make: Callable[..., ResultPickler]
+) -> list[tuple[Any, str]]:
+    """Return the entries or attributes of a result that ``make`` cannot pickle; each's sentence."""
+    return [
+        (part, _sentence_of_result(Culprit(path, part, "", error)))
+        for path, part, _ in islice(_parts("result", value, ""), _MAX_PARTS)
+        if (error := _error_of(make, part)) is not None
+    ]
+
+
+def _sentence_of_result(culprit: Culprit) -> str:
     advice = "return values, tensors or models instead"
     # That is said of what a function uses: this was made inside.
     if isinstance(culprit.error, Refused) and "inside" in str(culprit.error):
         culprit = culprit._replace(error=Refused(advice))
-    sentence = culprit.sentence(", returned, cannot travel to the notebook", advice)
-    return culprit.value, sentence
+    return culprit.sentence(", returned, cannot travel to the notebook", advice)
 
 
 def pickled(dump: Callable[[], T], refusal: Callable[[BaseException], LaunchError]) -> T:

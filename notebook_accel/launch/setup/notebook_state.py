@@ -80,7 +80,8 @@ def capture(seed: int | None = None) -> NotebookState:
 def _arguments() -> tuple[str, ...]:
     """Return ``sys.argv``; without those with which a kernel was started, which no parser knows."""
     given = sys.argv[1:]
-    is_kernels = "ipykernel" in sys.modules and given == sys.orig_argv[-len(given) :]
+    app: Any = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
+    is_kernels = app and app.initialized() and given == sys.orig_argv[-len(given) :]
     return ("",) if is_kernels else tuple(sys.argv)
 
 
@@ -108,7 +109,9 @@ def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
     if not (logger.level or own or logger.disabled or not logger.propagate):
         return None
     handlers = [*filter(None, map(_handler, own))]
-    if own and not handlers and 0 < logger.level < logging.WARNING:
+    # Handlers of the loggers above it show its lines as well.
+    is_heard = logger.propagate and logger.parent is not None and logger.parent.hasHandlers()
+    if own and not handlers and not is_heard and 0 < logger.level < logging.WARNING:
         # Rich's, say. Without any handler, Python would show warnings and drop what is below.
         formatter = logging.Formatter(logging.BASIC_FORMAT)
         handlers = [(partial(_stream_handler, "stderr"), own[0].level, formatter)]
@@ -119,9 +122,9 @@ def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
 def _handler(handler: logging.Handler) -> _Handler | None:
     """Return a factory that remakes a logging handler in a rank, its level, and its formatter.
 
-    Return None for a handler that cannot be sent. Only a plain FileHandler, or a StreamHandler of
-    stdout or stderr, can be sent; it must have a plain Formatter and no filters. The open file of a
-    FileHandler is switched to append mode.
+    Return None for a handler that cannot be sent. Only a plain FileHandler, a NullHandler, or a
+    StreamHandler of stdout or stderr, can be sent; it must have a plain Formatter and no filters.
+    The open file of a FileHandler is switched to append mode.
     """
     formatter = handler.formatter or logging.Formatter()
     if type(formatter) is not logging.Formatter or handler.filters:
@@ -133,6 +136,8 @@ def _handler(handler: logging.Handler) -> _Handler | None:
         make = partial(logging.FileHandler, handler.baseFilename, "a", handler.encoding, delay=True)
     elif type(handler) is logging.StreamHandler and (name := _stream_name(handler.stream)):
         make = partial(_stream_handler, name)
+    elif type(handler) is logging.NullHandler:
+        make = logging.NullHandler
     else:
         return None
     return make, handler.level, formatter

@@ -292,7 +292,11 @@ class Template:
     def _note(self, message: wire.Message) -> None:
         if isinstance(message, wire.TemplateReady):
             if message.version != wire.VERSION:
-                raise self._lost("has another version of notebook_accel. Restart the kernel")
+                self._end()
+                raise LaunchError(
+                    "the helper process from which ranks are started has another version of "
+                    "notebook_accel, which was installed meanwhile: restart the kernel"
+                )
             self._is_ready = True
         elif isinstance(message, wire.AgentExited):
             self._exits[message.pid] = message
@@ -310,11 +314,14 @@ class Template:
             f"`{sys.executable} -c 'import torch._dynamo'` works in a terminal."
             f"{wrote and f' It wrote:{chr(10)}{wrote}'}"
         )
+        self._end()
+        return error
+
+    def _end(self) -> None:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILLED_SECONDS)
         self.close()
-        return error
 
     @property
     def error_output(self) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,15 +181,17 @@ class OwnHandler(logging.Handler):
     pass
 
 
-def lines_of_own_handler(level: int) -> str:
+def lines_of_own_handler(level: int, kind: type[logging.Handler], propagates: bool) -> str:
     """What a rank writes where a cell has set up a handler of a class of its own."""
     from notebook_accel.launch.setup.notebook_state import apply_notebook_state, capture
 
-    logger, handler = logging.getLogger("of a cell"), OwnHandler(logging.INFO)
+    logger, handler = logging.getLogger("of a cell"), kind(logging.INFO)
     logger.addHandler(handler)
     logger.setLevel(level)
-    logger.propagate = False
+    logger.propagate = propagates
+    logging.root.handlers = [logging.StreamHandler(sys.stderr)]
     state = capture()
+    logging.root.handlers = []
     logger.removeHandler(handler)
     sys.stderr = io.StringIO()
     apply_notebook_state(state)
@@ -199,16 +202,22 @@ def lines_of_own_handler(level: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("level", "text"),
+    ("level", "kind", "propagates", "text"),
     [
-        (logging.DEBUG, "INFO:of a cell:begun\nERROR:of a cell:broken\n"),
+        (logging.DEBUG, OwnHandler, False, "INFO:of a cell:begun\nERROR:of a cell:broken\n"),
         # As Python does without a handler.
-        (logging.ERROR, "broken\n"),
+        (logging.ERROR, OwnHandler, False, "broken\n"),
+        (logging.INFO, logging.NullHandler, False, ""),
+        # The root logger's handler travels.
+        (logging.INFO, OwnHandler, True, "begun\nbroken\n"),
     ],
 )
-def test_lines_of_a_handler_that_stays_in_the_notebook_are_not_lost(level: int, text: str) -> None:
+def test_lines_of_a_handler_that_stays_in_the_notebook_are_not_lost(
+    level: int, kind: type[logging.Handler], propagates: bool, text: str
+) -> None:
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        assert pool.submit(lines_of_own_handler, level).result(60) == text
+        written = pool.submit(lines_of_own_handler, level, kind, propagates).result(60)
+    assert written == text
 
 
 def text_of_rank(format_: str, has_filter: bool, **of_formatter: Any) -> str:
@@ -266,7 +275,8 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch)
 def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from notebook_accel.launch.setup.notebook_state import capture
 
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    app = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", app)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher", "-f", "c.json"])
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "c.json"])
     assert capture().arguments == ("",)
