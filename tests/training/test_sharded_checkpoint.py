@@ -452,3 +452,23 @@ def test_only_who_writes_holds_what_was_joined(tmp_path: Path) -> None:
         assert (tmp_path / folder / "model.safetensors").exists()
     state = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
     assert state[0]["exp_avg"].shape == Deep().embed.weight.shape
+
+
+def saves_by_hooks(folder: str) -> float:
+    """The rate that an optimizer of shards has loaded, whose model is saved by hooks."""
+    accelerator = make_accelerator("fsdp")
+    model: Any = Deep()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_save_state_pre_hook(lambda _, weights, __: weights.clear())
+    accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
+    optimizer.param_groups[0]["lr"] = 0.5
+    accelerator.save_state(folder)
+    optimizer.param_groups[0]["lr"] = 0.25
+    accelerator.load_state(folder)
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_hooks_take_over_weights_of_shards(tmp_path: Path) -> None:
+    assert run_ranks(saves_by_hooks, 2, str(tmp_path)) == [0.5, 0.5]
+    assert not (tmp_path / "pytorch_model_fsdp_0").exists()

@@ -31,8 +31,8 @@ CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
 # checkpoint replaces it, and users have links of that name.
 FORMATS: dict[re.Pattern[str], Callable[..., Format]] = {
     re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+"): sharded,
-    re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)"): Format,
     re.compile(r"pytorch_model|zero_to_(fp32|torch)\.py"): DeepSpeedFiles,
+    re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)"): Format,
 }
 _ENTRIES = re.compile(
     r"(scheduler|loader)(_\d+)?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"

@@ -211,7 +211,9 @@ class Sharded(Format):
             )
 
     def shapes(self, folder: Path, index: int) -> dict[str, tuple[int, ...]]:
-        known = tensors_in(folder / f"pytorch_model_fsdp_{index}")
+        path = folder / f"pytorch_model_fsdp_{index}"
+        # A save hook that writes the model itself leaves none.
+        known = tensors_in(path) if path.is_dir() else {}
         return {name: tuple(one.size) for name, one in known.items()}
 
     def check(self, folder: Path) -> None:

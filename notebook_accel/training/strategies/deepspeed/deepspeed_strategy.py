@@ -262,7 +262,7 @@ class DeepSpeedZero(Strategy):
     def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
         if self.engine is None or not (folder / FOLDER).is_dir():
             return False
-        DeepSpeedFiles().check(folder)
+        DeepSpeedFiles().check_trust(folder)
         given = {"load_module_strict": strict, **options}
         self.engine.engine.load_checkpoint(str(folder), tag=FOLDER, **given)
         return True
