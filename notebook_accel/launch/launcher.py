@@ -483,7 +483,7 @@ def _refuse_clone(_run: Run, _changes: Mapping[str, Any], **_asked: bool) -> Run
 
 def _changed_call(
     request: LaunchRequest, run: Run, changes: Mapping[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any], dict[str, KnobValue]]:
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, KnobValue]]:
     """Return arguments and knobs after ``changes``, each of which names one of either."""
     signature, made = inspect.signature(request.function), run.state.knobs
     several = [one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]

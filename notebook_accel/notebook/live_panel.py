@@ -187,9 +187,8 @@ class PanelBox:
 class LivePanel:
     """The widgets that show one run while it goes on.
 
-    A click may come from another thread. ``log`` has the output and the
-    picked rank; ``asked_stacks`` is a title and (ranks, stack) pairs, None
-    before a click.
+    A click may come from another thread. ``log`` has the output and the picked rank;
+    ``asked_stacks`` is a title and (ranks, stack) pairs, None before a click.
     """
 
     def __init__(

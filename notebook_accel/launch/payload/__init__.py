@@ -304,10 +304,8 @@ def pack_result(
                 # An object cannot be made again without what it holds, as an Event without its
                 # lock: the whole of such an entry or attribute stays here.
                 leaves_whole = True
-                leaving[:] = direct_parts_that_cannot_return(
-                    value, partial(ResultPickler, sent=sent)
-                )
                 left.clear()
+                leaving[:] = direct_parts_that_cannot_return(value, make)
             else:
                 leaving.append((part, why))
             left.update((id(one), LeftInRank(why)) for one, why in leaving)
