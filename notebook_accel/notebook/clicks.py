@@ -328,10 +328,12 @@ def clicks_for(kernel: Any) -> ClicksAfterTheCell:
 def draws_updates(kernel: Any) -> bool:
     """Return whether the client that runs this cell draws updates of displays; True for None.
 
-    Jupyter's client for Python does not: its requests end with its process's number and a count.
+    Clients of Python do not, whose requests end with a process's number and a count, but for
+    programs that execute notebooks.
     """
     header: Mapping[str, Any] = kernel.get_parent("shell").get("header", {}) if kernel else {}
-    return not re.search(r"_\d+_\d+$", header.get("msg_id", ""))
+    is_of_python = re.search(r"_\d+_\d+$", header.get("msg_id", ""))
+    return not is_of_python or not can_answer(kernel)
 
 
 def can_answer(kernel: Any) -> bool:

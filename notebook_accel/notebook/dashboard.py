@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
@@ -13,12 +12,12 @@ from notebook_accel.launch.run import Run
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
-from notebook_accel.notebook.clicks import ClicksAfterTheCell, draws_updates
-from notebook_accel.notebook.comparison import Charts, snapshot_of
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.comparison import snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
+from notebook_accel.notebook.rank_displays import OnDemand, RankDisplays
 from notebook_accel.render.panel import Details
-from notebook_accel.render.snapshot import Snapshot, render_line, render_slim
+from notebook_accel.render.snapshot import render_line, render_slim
 
 if TYPE_CHECKING:
     from notebook_accel.notebook.live_panel import LivePanel, PanelBox
@@ -34,13 +33,11 @@ _AGAIN_SECONDS = 0.3
 # To make the widgets of a panel, and to close them, takes as long as two ranks need for a short
 # function: a run that ends before has none, and costs its cell no more than its summary.
 _PANEL_SECONDS = 0.5
-# Of frontends that draw a display once: the line says how to see more.
-_AT_THE_END = 'This frontend shows the summary at the end; view="text" prints lines as they come'
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
 
 
-class Dashboard(View):
+class Dashboard(OnDemand):
     """The live view of one run: in the cell that launched it and where ``run.show()`` is called.
 
     A run begins as one line and gets a panel of widgets once it has lasted for half a second (a
@@ -72,7 +69,6 @@ class Dashboard(View):
         self.panel: LivePanel | None = None
         # What it fills, which may be shown before.
         self._lasting: PanelBox | None = None
-        self._draws_updates = draws_updates(clicks.kernel)
         self._lock = threading.RLock()
         self._is_drawing = False
         self._has_changed = False
@@ -93,9 +89,6 @@ class Dashboard(View):
         self._slow_launch = name
         what = f"importing {importing}" if importing else "starting"
         text = f"{name}: {what}, which takes some seconds the first time"
-        if not self._draws_updates:
-            self._slot.show(render_line(f"{text}. {_AT_THE_END}").bundle)
-            return
         # Before the page has the widget, which it may ask for at once.
         self._clicks.pump()
         # A page that is reloaded now asks for widgets alone.
@@ -137,12 +130,9 @@ class Dashboard(View):
         assert self._run is not None, "a view that draws is open"
         self._is_drawing = True
         state = self._run.state
-        line = render_slim(state, now=state.now(), with_output=self._draws_updates)
-        if not self._draws_updates:
-            line = render_line(f"{line.text}. {_AT_THE_END}")
         # What says "starting" already stays until the panel comes: another line is a jump.
         if self._lasting is None:
-            self._slot.show(line.bundle)
+            self._slot.show(render_slim(state, now=state.now()).bundle)
         start_thread(self._keep_drawing, name="notebook-accel-panel")
 
     def update(self, state: RunState) -> None:
@@ -169,19 +159,20 @@ class Dashboard(View):
         if not self._slot.is_placed:
             self._slot.place()
         self._show_new_displays()
-        if not self._draws_updates and self._has_ended:
-            self._draws_updates = True
-            self._slot.place_anew()
 
     def close(self, state: RunState) -> None:
         with self._lock:
             if self._run is None or self._has_ended:
                 return
             self._has_ended, self._slot.is_live = True, False
-            if self.panel is None and self._is_cell:
+            if self.panel is not None:
+                self.asked_stacks = self.panel.asked_stacks
+            elif self._is_cell:
                 self._slot.show(render_slim(state).bundle, is_to_place=False)
                 return
-            summary = self._summary(self._run, state, with_displays=not self._waits)
+            summary = snapshot_of(
+                self._run, state, with_displays=not self._waits, asked_stacks=self.asked_stacks
+            )
             if self._lasting is None:
                 self._slot.show(summary.bundle)
             else:
@@ -204,27 +195,12 @@ class Dashboard(View):
     def reopen(self, run: Run) -> None:
         with self._lock:
             if self._has_ended:
-                DisplaySlot().show(self._summary(run, run.state).bundle)
-                RankDisplays().show_new(run.state)
+                super().reopen(run)
             else:
                 # Not one more panel: each would be drawn, and sent, five times a second.
                 self._slot.place()
 
-    def show_displays(self, run: Run, rank: int) -> None:
-        show_displays(run.state, rank)
-
-    def charts_of(self, run: Run, names: Sequence[str]) -> Charts:
-        return Charts([(run.name, run)], names, of="this run")
-
     # ---- drawing ---------------------------------------------------------------------------
-
-    def _summary(self, run: Run, state: RunState, *, with_displays: bool = False) -> Snapshot:
-        return snapshot_of(
-            run,
-            state,
-            with_displays=with_displays,
-            asked_stacks=None if self.panel is None else self.panel.asked_stacks,
-        )
 
     def _make_panel(self, run: Run) -> None:
         from notebook_accel.notebook.live_panel import LivePanel

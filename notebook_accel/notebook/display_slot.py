@@ -67,15 +67,6 @@ class DisplaySlot:
             self._cell = getattr(_publisher(), "parent_header", {})
             display(dict(self.bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
 
-    def place_anew(self) -> None:
-        """Move the slot to the output's end, for frontends that draw no updates of displays."""
-        with self._lock:
-            bundle = self.bundle
-            self.clear()
-            self._id = f"notebook-accel-{uuid.uuid4().hex}"
-            self.bundle = bundle
-            self.place()
-
     def show_in_next_page(self, bundle: Mapping[str, Any]) -> None:
         """Display it in the next cell run from another page: a reloaded one lacks old outputs."""
         shell: Any = get_ipython()

@@ -2,7 +2,7 @@
 
     the cell waits for the run   each display is an output of its own     RankDisplays
     run.show()                   the same, in the cell that calls it      RankDisplays
-    run.show(rank)               the same, with displays of that rank     show_displays
+    run.show(rank)               the same, with displays of that rank     OnDemand
     the cell does not wait       HTML in the panel, then in the summary   render/displayed.py
     a cell's last expression     the value of each rank, equal ones once  show_values
 
@@ -17,11 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from notebook_accel.launch.control.run_state import Display, RankState, RunState
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
+from notebook_accel.launch.view import View
+from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.render.displayed import LABEL_STYLE, first_asked
 from notebook_accel.render.markup import element
+from notebook_accel.render.panel import AskedStacks
 
 T = TypeVar("T")
 # What is sent again each time that some of it changed: so many characters a second, since a Jupyter
@@ -76,13 +80,26 @@ def seconds_to_wait(size: int) -> float:
     return max(_REPLACE_SECONDS, size / _PER_SECOND)
 
 
-def show_displays(state: RunState, rank: int) -> None:
-    """Only the running cell's thread may call this."""
-    found = state.ranks[rank]
-    for display in found.displays:
-        _show(display, state, found)
-    if not found.displays:
-        say(f"rank {rank} displayed nothing")
+class OnDemand(View):
+    """Shows nothing until ``run.show()`` asks for it, then how the run stands at that moment."""
+
+    asked_stacks: AskedStacks | None = None
+
+    def reopen(self, run: Run) -> None:
+        state = run.state
+        summary = snapshot_of(run, state, now=state.now(), asked_stacks=self.asked_stacks)
+        DisplaySlot().show(summary.bundle)
+        RankDisplays().show_new(state)
+
+    def show_displays(self, run: Run, rank: int) -> None:
+        found = run.state.ranks[rank]
+        for display in found.displays:
+            _show(display, run.state, found)
+        if not found.displays:
+            say(f"rank {rank} displayed nothing")
+
+    def charts_of(self, run: Run, names: Sequence[str]) -> Charts:
+        return Charts([(run.name, run)], names, of="this run")
 
 
 def _show(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -13,19 +13,19 @@ from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import View
-from notebook_accel.launch.view.plain import PlainView
+from notebook_accel.launch.view.plain import PlainOnDemand, PlainView
 from notebook_accel.notebook import clicks
-from notebook_accel.notebook.comparison import Charts, snapshot_of
+from notebook_accel.notebook.comparison import snapshot_of
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
+from notebook_accel.notebook.rank_displays import OnDemand, RankDisplays
 from notebook_accel.render.snapshot import render_line, render_slim
 from notebook_accel.text_values import shown
 
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.
 
 
-class Transcript(PlainView):
+class Transcript(OnDemand, PlainView):
     """Prints lines as :class:`PlainView` does, and shows the summary as HTML, without widgets.
 
     For notebooks that a program executes, and for ``view="text"``. If the cell does not wait, the
@@ -47,17 +47,6 @@ class Transcript(PlainView):
         if self._run is not None and not self._waits:
             self._slot.show(snapshot_of(self._run, state, with_displays=True).bundle)
 
-    def reopen(self, run: Run) -> None:
-        snapshot = snapshot_of(run, run.state, now=run.state.now())
-        DisplaySlot().show(snapshot.bundle)
-        RankDisplays().show_new(run.state)
-
-    def show_displays(self, run: Run, rank: int) -> None:
-        show_displays(run.state, rank)
-
-    def charts_of(self, run: Run, names: Sequence[str]) -> Charts:
-        return Charts([(run.name, run)], names, of="this run")
-
     def poll(self) -> None:
         super().poll()
         if self._run is not None and self._waits:
@@ -76,19 +65,6 @@ class Transcript(PlainView):
             snapshot = snapshot_of(run, run.state, with_output=False)
         self._displays.show_new(run.state)
         self._slot.show(snapshot.bundle)
-
-
-class Unseen(View):
-    """Shows nothing until ``run.show()`` asks for it, then how the run stands at that moment."""
-
-    def reopen(self, run: Run) -> None:
-        choose_view("text").reopen(run)
-
-    def show_displays(self, run: Run, rank: int) -> None:
-        choose_view("text").show_displays(run, rank)
-
-    def charts_of(self, run: Run, names: Sequence[str]) -> Any:
-        return choose_view("text").charts_of(run, names)
 
 
 # ---- The view of a run where pages draw nothing between cells (Colab).
@@ -142,6 +118,8 @@ def _number_of_cell() -> int | None:
 def _text(kernel: Any, waits: bool, is_cell: bool) -> View:
     if kernel is None:
         return PlainView(is_cell=is_cell)
+    # Where no updates are drawn, the cell that waits for a run in the background has its output.
+    waits = waits or not clicks.draws_updates(kernel)
     return Transcript(waits=waits, is_cell=is_cell)
 
 
@@ -168,12 +146,12 @@ VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
     "auto": lambda kernel, *how: (_widgets if _is_watched(kernel) else _text)(kernel, *how),
     "widgets": _widgets,
     "text": _text,
-    "none": lambda *_: Unseen(),
+    "none": lambda kernel, *_: PlainOnDemand() if kernel is None else OnDemand(),
 }
 
 
 def _is_watched(kernel: Any) -> bool:
-    return kernel is not None and clicks.can_answer(kernel)
+    return kernel is not None and clicks.can_answer(kernel) and clicks.draws_updates(kernel)
 
 
 def choose_view(view: str | View, *, waits: bool = True, is_cell: bool = False) -> View:

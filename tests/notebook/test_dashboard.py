@@ -156,25 +156,6 @@ def test_a_cell_that_ends_at_once_is_one_line(page: Page, is_waited_for: bool) -
         thread.join(10)
 
 
-def test_where_no_updates_are_drawn_the_first_line_holds_no_output(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard, "draws_updates", lambda _: False)
-    state = after(running(1), wire.Output(rank=0, text="printed before the cell is drawn"))
-    run: Any = SimpleNamespace(id="calm-otter", state=state, config=None)
-    before = set(threading.enumerate())
-    view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
-    view.open(run)
-    view.poll()
-    shown = page.only["text/plain"]
-    assert shown.startswith("train: running")
-    assert 'view="text"' in shown
-    assert "printed" not in shown
-    view.close(succeeded(state))
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-
-
 def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:

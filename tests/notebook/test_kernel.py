@@ -353,19 +353,19 @@ def test_an_executed_notebook_holds_the_summary_once(
     assert outputs[3][-1]["text"].endswith("[0]\n")
 
 
-def test_a_frontend_that_draws_no_updates_shows_the_summary_and_how_to_see_lines() -> None:
+def test_a_frontend_that_draws_no_updates_prints_lines_and_then_the_summary() -> None:
     with open_kernel(page=Console, session=Session) as kernel:
         run(kernel, TRAIN)
         run(kernel, "from notebook_accel import notebook_launcher")
         reply = run(kernel, "run = notebook_launcher(train, (20,), num_processes=2)")
-        first, *_, last = (output["data"]["text/plain"] for output in reply.outputs)
-        assert 'view="text" prints lines' in first
-        assert "succeeded" in last
-        # In the background, the summary is in the cell that waits.
-        begin = "run = notebook_launcher(train, (20,), num_processes=2, block=False)"
-        assert 'view="text"' in run(kernel, begin).outputs[0]["data"]["text/plain"]
+        assert "[rank 1] done on 1\n" in reply.text
+        assert "succeeded" in reply.outputs[-1]["data"]["text/plain"]
+        # In the background, lines and summary are in the cell that waits.
+        run(kernel, "run = notebook_launcher(train, (20,), num_processes=2, block=False)")
         for shown in (1, 0):
-            summaries = [str(output["data"]) for output in run(kernel, "run.wait();").outputs]
+            reply = run(kernel, "run.wait();")
+            assert reply.text.count("[rank 1] done on 1\n") == shown
+            summaries = [str(output["data"]) for output in reply.outputs]
             assert sum("✓ succeeded" in text for text in summaries) == shown
 
 

@@ -10,7 +10,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks, launcher
 from notebook_accel.notebook.dashboard import Dashboard
-from notebook_accel.notebook.views import Transcript, Unseen, choose_view
+from notebook_accel.notebook.rank_displays import OnDemand
+from notebook_accel.notebook.views import Transcript, choose_view
 
 if TYPE_CHECKING:
     from notebook_accel.launch.view import View
@@ -158,7 +159,7 @@ def test_calling_the_function_by_mistake_is_explained() -> None:
         ("text", None, PlainView),
         ("text", True, Transcript),
         ("widgets", False, Dashboard),
-        ("none", True, Unseen),
+        ("none", True, OnDemand),
     ],
 )
 def test_the_view_fits_where_the_code_runs(

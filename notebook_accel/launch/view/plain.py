@@ -68,11 +68,38 @@ _MAX_WIDTH = 2000
 _SHORT_SECONDS = 1.0
 
 
-class PlainView(View):
-    """Prints ``[rank 0] text`` lines, progress and metrics now and then, and a summary at the end.
+class PlainOnDemand(View):
+    """Prints nothing until ``run.show()`` asks for it, then how the run stands at that moment.
 
     Args:
         stream: where to print; None for ``sys.stdout``, looked up at each print.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def reopen(self, run: Run) -> None:
+        self.write(summary_lines(run.state, now=run.state.now()))
+
+    def show_displays(self, run: Run, rank: int) -> None:
+        """Print, as text, what a rank displayed; only a notebook can show figures and HTML."""
+        found = [one.data for one in run.state.ranks[rank].displays]
+        texts = [data.get("text/plain", ", ".join(data)) for data in found]
+        title = f"rank {rank} displayed, as text (a notebook draws it):"
+        lines = [_printable(line) for text in texts for line in text.split("\n")]
+        self.write([title, *lines] if texts else [f"rank {rank} displayed nothing"])
+
+    def write(self, lines: Sequence[str]) -> None:
+        if lines:
+            stream = self._stream if self._stream is not None else sys.stdout
+            stream.write("\n".join(lines) + "\n")
+            stream.flush()
+
+
+class PlainView(PlainOnDemand):
+    """Prints ``[rank 0] text`` lines, progress and metrics now and then, and a summary at the end.
+
+    Args:
         progress_seconds: seconds between two lines about a rank's progress.
     """
 
@@ -87,7 +114,7 @@ class PlainView(View):
         progress_seconds: float = 10.0,
         is_cell: bool = False,
     ) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._budget = TokenBucket(burst, lines_per_second)
         self._progress_seconds = progress_seconds
         self._is_cell = is_cell
@@ -103,23 +130,11 @@ class PlainView(View):
         self._has_printed_end = False
 
     def waits_for_machines(self, text: str) -> None:
-        print(text, file=self._stream or sys.stdout, flush=True)
+        self.write([text])
 
     def open(self, run: Run) -> None:
         self._run = run
         self._next_progress = time.monotonic() + self._progress_seconds
-
-    def reopen(self, run: Run) -> None:
-        """Print the summary of the run as it stands."""
-        self.write(summary_lines(run.state, now=run.state.now()))
-
-    def show_displays(self, run: Run, rank: int) -> None:
-        """Print, as text, what a rank displayed; only a notebook can show figures and HTML."""
-        found = [one.data for one in run.state.ranks[rank].displays]
-        texts = [data.get("text/plain", ", ".join(data)) for data in found]
-        title = f"rank {rank} displayed, as text (a notebook draws it):"
-        lines = [_printable(line) for text in texts for line in text.split("\n")]
-        self.write([title, *lines] if texts else [f"rank {rank} displayed nothing"])
 
     def poll(self) -> None:
         if self._run is None:
@@ -143,12 +158,6 @@ class PlainView(View):
         self.print_summary(self._run)
 
     # ---- what other views of text do in their own way --------------------------------------
-
-    def write(self, lines: Sequence[str]) -> None:
-        if lines:
-            stream = self._stream if self._stream is not None else sys.stdout
-            stream.write("\n".join(lines) + "\n")
-            stream.flush()
 
     def print_output(self, run: Run, state: RunState) -> None:
         """Print the ranks' new output, as far as the line budget allows.

@@ -206,8 +206,8 @@ class Sweep:
                 pump.pump()
         finally:
             pump.stop_pumping()
-        if self._panel is not None and not clicks.draws_updates(self._kernel):
-            self._slot.place_anew()
+        if self._slot.is_placed and not clicks.draws_updates(self._kernel):
+            self._slot.place()
         return True
 
     def show(self) -> None:
