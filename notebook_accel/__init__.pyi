@@ -30,7 +30,7 @@ from .notebook.sweeps.sweep import Sweep as Sweep
 from .notebook.sweeps.sweep import sweep as sweep
 from .training.accelerator import Accelerator as Accelerator
 from .training.collectives import broadcast as broadcast
-from .training.collectives.operations import gather_object as gather_object
+from .training.collectives.data_group import gather_object as gather_object
 from .training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data.loaders import DataLoaderShard as DataLoaderShard
 from .training.data.skipping import skip_first_batches as skip_first_batches

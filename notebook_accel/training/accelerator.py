@@ -639,7 +639,9 @@ class Accelerator(TrainingInfo):
             >>> with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
             ...     accelerator.backward(model(tokens).sum())
         """
-        return self._strategy.divide_sequences(
+        if (sequences := self._strategy.sequences) is None:
+            return nullcontext()
+        return sequences.divided(
             list(buffers or ()), list(buffer_seq_dims or ()), set(no_restore_buffers or ())
         )
 

@@ -24,8 +24,14 @@ from torch.optim import Optimizer
 
 from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.files.formats import Format, names_of
-from notebook_accel.training.files.pieces import Piece, complete, state_file, write_one_by_one
+from notebook_accel.training.files.formats import (
+    Format,
+    Piece,
+    complete,
+    names_of,
+    state_file,
+    write_one_by_one,
+)
 from notebook_accel.training.files.state_files import read_state
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
@@ -36,7 +42,7 @@ from notebook_accel.training.files.weights import (
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.stepping.optimizer import inner_optimizer
-from notebook_accel.training.strategies.for_checkpoints import sharded
+from notebook_accel.training.strategies.defaults import sharded
 
 __all__ = [
     "load_fsdp_model",

@@ -8,6 +8,7 @@ from notebook_accel.training.collectives import (
     broadcast,
     broadcast_object_list,
 )
+from notebook_accel.training.collectives.data_group import *
 from notebook_accel.training.collectives.debug_mode import DistributedOperationException
 from notebook_accel.training.collectives.nested import (
     convert_to_fp32,
@@ -18,7 +19,6 @@ from notebook_accel.training.collectives.nested import (
     recursively_apply,
     send_to_device,
 )
-from notebook_accel.training.collectives.operations import *
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
     OPTIMIZER_NAME,

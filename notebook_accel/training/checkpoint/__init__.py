@@ -31,22 +31,25 @@ from notebook_accel.training.checkpoint.folders import (
     is_ours,
     resolved,
 )
-from notebook_accel.training.checkpoint.going_on import check_shapes, give_new_settings
 from notebook_accel.training.checkpoint.joint_save import JointSave, describe
 from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
-from notebook_accel.training.checkpoint.start import Start, candidates, find_damage
+from notebook_accel.training.checkpoint.start import (
+    Start,
+    candidates,
+    check_shapes,
+    find_damage,
+    give_new_settings,
+)
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.formats import (
+    Piece,
+    complete,
     describe_folder,
     entries,
     names_of,
     required,
-)
-from notebook_accel.training.files.pieces import (
-    Piece,
-    complete,
     state_file,
     write_one_by_one,
     write_prepared,

@@ -19,7 +19,7 @@ from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.formats import Format, entries
 from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.strategies.deepspeed.deepspeed_files import DeepSpeedFiles
-from notebook_accel.training.strategies.for_checkpoints import sharded
+from notebook_accel.training.strategies.defaults import sharded
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")
 # The states of objects that the user registered.

@@ -24,7 +24,7 @@ How an epoch is resumed in its middle (batches are counted from 0)::
 The place in an epoch is the number of batches that this rank has got, plus those that
 ``skip_first_batches`` left out. The saved random states give the same order of samples again, so
 this number determines the samples. Worker processes draw the same numbers in a resumed epoch
-(``index_source``). A dataset that is read in the rank's own process draws from the random states
+(``IndexSource``). A dataset that is read in the rank's own process draws from the random states
 of the training: the batch that was read ahead draws other numbers when it is read again.
 """
 
@@ -45,11 +45,11 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.collectives.nested import send_to_device
-from notebook_accel.training.data.index_source import IndexSource, skip
 from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.loader_wrapper import LoaderWrapper, new_loader
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
+    IndexSource,
     RoundBatch,
     SeedableRandomSampler,
     SkipBatchSampler,
@@ -57,6 +57,7 @@ from notebook_accel.training.data.samplers import (
     has_own_batches,
     length_or_none,
     samplers_of,
+    skip,
 )
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.random_numbers import (

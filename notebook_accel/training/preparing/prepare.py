@@ -31,10 +31,13 @@ from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward
-from notebook_accel.training.preparing.off_device import off_device
 from notebook_accel.training.preparing.plan import Plan
 from notebook_accel.training.preparing.state_after_stop import copy_on_meta, parts_of
-from notebook_accel.training.processes.device_memory import is_out_of_memory, memory_parts
+from notebook_accel.training.processes.device_memory import (
+    is_out_of_memory,
+    memory_parts,
+    off_device,
+)
 from notebook_accel.training.processes.devices import name_of_device
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once

@@ -1,10 +1,11 @@
-"""Retry with smaller batches after an out-of-memory error, and free objects and device memory."""
+"""Retry with smaller batches after an out-of-memory error, and free or leave a device's memory."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.collectives.nested import num_bytes
+from notebook_accel.training.collectives.nested import leaves, num_bytes
 from notebook_accel.training.processes import devices
+from notebook_accel.training.processes.devices import device_module
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
 # Texts of errors that have no type of their own, in lower case: CUDA, HIP, XPU and MPS; cuDNN and
 # cuBLAS, which say so when their workspace does not fit; the host's allocator.
@@ -201,3 +204,52 @@ def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
     except TypeError:
         return reduce
     return lambda _: reduce()
+
+
+@contextlib.contextmanager
+def off_device(
+    device: torch.device, models: Sequence[Module], optimizers: Sequence[AcceleratedOptimizer]
+) -> Iterator[None]:
+    """Move weights, gradients, buffers and optimizer states to the host within the block.
+
+    The tensors stay the objects that they are: only the memory behind them is given back. What lies
+    on the host already stays there.
+    """
+    kind = device.type
+    if kind in ("cpu", "xla"):
+        yield
+        return
+    module = device_module(kind)
+    module.synchronize()
+    copies = []
+    for storage in _storages(models, optimizers, kind):
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        copies.append((storage, storage.nbytes(), view.cpu()))
+        del view
+        storage.resize_(0)
+    module.empty_cache()
+    try:
+        yield
+    finally:
+        while copies:
+            storage, size, copy = copies.pop()
+            storage.resize_(size)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        module.synchronize()
+
+
+def _storages(
+    models: Sequence[Module], optimizers: Sequence[AcceleratedOptimizer], kind: str
+) -> list[torch.UntypedStorage]:
+    """Return the memory on the device of all that was prepared, each piece once."""
+    held = [[*model.parameters(), *model.buffers()] for model in models]
+    states = [[one.param_groups, [*one.state.values()]] for one in optimizers]
+    tensors = [one for one in leaves([held, states]) if isinstance(one, torch.Tensor)]
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    found = {}
+    for tensor in tensors:
+        # Not by a check for DTensor: its import takes a second, for sharded training alone.
+        storage = getattr(tensor, "to_local", tensor.detach)().untyped_storage()
+        if storage.device.type == kind and storage.nbytes():
+            found[storage.data_ptr()] = storage
+    return list(found.values())

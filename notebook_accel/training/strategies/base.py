@@ -7,8 +7,8 @@ never checks which strategy it has::
 
     settings --table--> Strategy --prepare_model, prepare_optimizer--> what the loop calls
                            |--data_group--> loaders, gather, reduce
-                           |--gradient_sync, ForTrainingLoops --> the loop
-                           '--ForCheckpoints --> checkpoints
+                           |--gradient_sync, StrategyDefaults --> the loop
+                           '--StrategyDefaults --> checkpoints
 
 A user may pass ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
 ``fully_shard`` or ``parallelize_module`` was called. Such a model is not wrapped again. Gradient
@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.models import has_parts, set_within
+from notebook_accel.training.models import set_within
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig
@@ -41,12 +41,11 @@ from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import measure_steps
 from notebook_accel.training.strategies.compiling import compile_model
-from notebook_accel.training.strategies.for_checkpoints import ForCheckpoints
-from notebook_accel.training.strategies.for_training_loops import ForTrainingLoops
+from notebook_accel.training.strategies.defaults import StrategyDefaults, dtensors_of
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 
-class Strategy(ForTrainingLoops, ForCheckpoints):
+class Strategy(StrategyDefaults):
     """Base class of the kinds of parallelism, and the strategy for a single device.
 
     Attributes:
@@ -85,10 +84,8 @@ class Strategy(ForTrainingLoops, ForCheckpoints):
 
         All ranks call it. Its precision is set already.
         """
-        if not has_parts(given.model.parameters()):
+        if (dtensors := dtensors_of(given.model.parameters())) is None:
             return compile_model(self.place(given), self.request.dynamo)
-        from notebook_accel.training.strategies import dtensors
-
         self.was_given_parts = True
         self.spread.add(given.model)
         dtensors.accept_whole_weights(given.model)

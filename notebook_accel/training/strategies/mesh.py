@@ -14,9 +14,7 @@ sharded and divided over the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,6 +77,11 @@ class MeshParallel(Strategy):
         self.parallelism.device_mesh = self.mesh
         if asked is not None:
             asked.device_mesh = self.mesh
+        if sizes.cp_enabled:
+            exchange = sizes.cp_handler.cp_comm_strategy
+            self.sequences = SequenceDivider(
+                self.mesh["cp"], device=self.topology.device, exchange=exchange
+            )
         here = self.topology.process_index
         self.data_group = DataGroup.of_mesh(self.mesh, here, makes_group=True)
         # The new weight of each one that was replaced: an optimizer may be prepared later.
@@ -165,25 +168,6 @@ class MeshParallel(Strategy):
         parts = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
         along = {name for part in parts for name in part.device_mesh.mesh_dim_names or ()}
         return along != {"tp"} or self.mesh.mesh_dim_names == ("tp",)
-
-    def divide_sequences(
-        self,
-        buffers: Sequence[torch.Tensor],
-        seq_dims: Sequence[int],
-        no_restore: set[torch.Tensor],
-    ) -> AbstractContextManager[Any]:
-        if not self.parallelism.cp_enabled:
-            return super().divide_sequences(buffers, seq_dims, no_restore)
-        return self._sequences.divided(buffers, seq_dims, no_restore)
-
-    @cached_property
-    def _sequences(self) -> SequenceDivider:
-        assert self.mesh is not None
-        return SequenceDivider(
-            self.mesh["cp"],
-            device=self.topology.device,
-            exchange=self.parallelism.cp_handler.cp_comm_strategy,
-        )
 
     def forward_backward(
         self, model: Module, inputs: Any, targets: Any, loss_function: LossFunction, num_steps: int

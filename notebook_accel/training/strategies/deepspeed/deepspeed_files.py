@@ -22,8 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.training.files.formats import Format
-from notebook_accel.training.files.pieces import Piece
+from notebook_accel.training.files.formats import Format, Piece
 from notebook_accel.training.files.state_files import explain, is_safe_name
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
