@@ -38,7 +38,7 @@ from notebook_accel.training.files.weights import save_model, save_object
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (
     check_rng_types,
-    make_plan,
+    make_request,
     refuse_unbuilt,
     resolve_loaders,
     resolve_project,
@@ -75,6 +75,7 @@ from notebook_accel.training.stepping.knobs import Knob, make_knob
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
+from notebook_accel.training.strategies import make_strategy
 from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking.active_trackers import Tracking
@@ -216,7 +217,7 @@ class Accelerator(TrainingInfo):
         )
         project = resolve_project(project_config, project_dir)
         trackers = resolve_trackers(log_with, project.logging_dir)
-        plan = make_plan(
+        request = make_request(
             cpu=cpu,
             mixed_precision=mixed_precision,
             num_steps=gradient_accumulation_steps,
@@ -235,18 +236,18 @@ class Accelerator(TrainingInfo):
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             rng_types=rng_types,
         )
-        self._plan = plan
         self.project_configuration = project
-        self._accumulation = plan.accumulation
-        self._prepared = Preparation(plan)
+        self._plan = request
+        self._accumulation = request.accumulation
+        self._strategy = make_strategy(request)
+        self._prepared = Preparation(self._strategy)
         self._tracking = Tracking(trackers, project)
-        self._strategy = plan.strategy
         # One rank of each share of the data: what is joined over them counts each sample once.
-        self._data_ranks = plan.strategy.data_group.process_group
-        self._checkpoints = Checkpoints(self._prepared, self.project_configuration)
+        self._data_ranks = self._data_group.process_group
+        self._checkpoints = Checkpoints(self._prepared, project)
         self._triggered = False
         self._accumulation.show()
-        self._strategy.data_group.show()
+        self._data_group.show()
         self._settings.show()
         self._prepared.watch.start(self)
 
@@ -1491,7 +1492,7 @@ class Accelerator(TrainingInfo):
     @property
     def gradient_state(self) -> GradientState:
         """A ``GradientState``: the position of gradient accumulation and of the loader in use."""
-        return GradientState(accumulation=self._plan.accumulation)
+        return GradientState(accumulation=self._accumulation)
 
     @property
     def multi_device(self) -> bool:
@@ -1530,17 +1531,17 @@ class Accelerator(TrainingInfo):
 
         None before a model and its optimizer are prepared, and without DeepSpeed.
         """
-        return getattr(self._plan.strategy, "engine", None)
+        return getattr(self._strategy, "engine", None)
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
         """Device mesh of the ranks; None without ``parallelism_config`` or a sharding plugin."""
-        return self._plan.strategy.mesh
+        return self._strategy.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
         """Whether weights are spread over a mesh: by FSDP, tensor or pipeline parallelism."""
-        return self._plan.strategy.spreads_weights
+        return self._strategy.spreads_weights
 
     @property
     def data_parallel_rank(self) -> int:
@@ -1549,7 +1550,7 @@ class Accelerator(TrainingInfo):
         Ranks with the same index read the same samples, as under tensor parallelism or in a
         pipeline. Ranks that read different samples have different indices.
         """
-        return self._plan.strategy.data_group.index
+        return self._strategy.data_group.index
 
     @property
     def data_parallel_shard_rank(self) -> int:
@@ -1579,14 +1580,14 @@ class Accelerator(TrainingInfo):
 
     @property
     def _settings(self) -> AcceleratorSettings:
-        return self._plan.settings()
+        return AcceleratorSettings(self._plan.precision.name, self._strategy)
 
     @property
     def _data_group(self) -> DataGroup:
-        return self._plan.strategy.data_group
+        return self._strategy.data_group
 
     def _place_in(self, dimension: str) -> int:
-        mesh = self._plan.strategy.mesh
+        mesh = self._strategy.mesh
         if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
             return 0
         return mesh.get_local_rank(dimension)

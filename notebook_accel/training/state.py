@@ -7,7 +7,7 @@ rank. The third such class, ``GradientState``, is in ``stepping``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -157,15 +157,17 @@ class PartialState(ProcessInfo):
 class AcceleratorSettings:
     """Settings with which this rank's newest ``Accelerator`` was made.
 
-    The ``Accelerator`` makes this object, and ``AcceleratorState`` shows it. ``plugins`` are named
-    by the argument of ``Accelerator``, such as "fsdp_plugin". ``strategy`` is None before there is
-    an ``Accelerator``. ``dynamo`` has the settings of ``torch.compile``.
+    The ``Accelerator`` makes this object, and ``AcceleratorState`` shows it. ``strategy`` is None
+    before there is an ``Accelerator``.
     """
 
     mixed_precision: str
     strategy: Strategy | None = None
-    plugins: Mapping[str, Any] = field(default_factory=dict)
-    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
+
+    @property
+    def plugins(self) -> Mapping[str, Any]:
+        """The plugins in use, by the argument of ``Accelerator``, such as "fsdp_plugin"."""
+        return self.strategy.request.plugins if self.strategy else {}
 
     def show(self) -> None:
         """Make these the settings that ``AcceleratorState`` shows on this rank."""
@@ -286,7 +288,8 @@ class AcceleratorState(TrainingInfo, PartialState):
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """Settings of ``torch.compile``; the backend is "NO" if models are not compiled."""
-        return self._settings.dynamo
+        strategy = self._settings.strategy
+        return strategy.request.dynamo if strategy else TorchDynamoPlugin()
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:

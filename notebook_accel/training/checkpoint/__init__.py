@@ -76,7 +76,7 @@ class Checkpoints:
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._prepared = preparation
         self._progress = TrainingProgress(preparation)
-        self._plan = preparation.plan
+        self._plan, self._strategy = preparation.plan, preparation.strategy
         self._project = project
         self.numbering = Numbering(project)
         self._background_save: BackgroundSave | None = None
@@ -157,7 +157,7 @@ class Checkpoints:
 
     @property
     def _needs_all(self) -> bool:
-        return self._plan.strategy.saves_together and self._plan.topology.num_processes > 1
+        return self._strategy.saves_together and self._plan.topology.num_processes > 1
 
     def _begin_save(self, asked: Path | None) -> JointSave | RankZeroSave:
         """Return the next save; drop earlier ones that have ended, or that rank 0 passed by."""
@@ -258,7 +258,7 @@ class Checkpoints:
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
         options = load_kwargs or {}
-        if not self._plan.strategy.read_own(folder, own_options or {}, strict=strict):
+        if not self._strategy.read_own(folder, own_options or {}, strict=strict):
             self._read_trained(models, folder, options, strict=strict)
         self._load_stateful(folder, options)
         self._progress.load(folder, on_host(options))
@@ -271,7 +271,7 @@ class Checkpoints:
         self, models: Sequence[Module], folder: Path, options: dict[str, Any], *, strict: bool
     ) -> None:
         """Read the optimizers, and those models that no hook has taken out of the list."""
-        strategy = self._plan.strategy
+        strategy = self._strategy
         layout = format_in(folder)(names=self._names, options=options, strict=strict)
         for index, model in enumerate(map(of_torch.original_module, models)):
             weights = layout.read_model(model, folder, index)
@@ -410,7 +410,7 @@ class Checkpoints:
 
         If weights are sharded, all ranks iterate over it at the same time, since this joins them.
         """
-        strategy, writes = self._plan.strategy, save.writes
+        strategy, writes = self._strategy, save.writes
         models = [known.inner for known in self._prepared.models]
         # Whole weights that are joined from parts go only to ranks that write; the others help to
         # join and get nothing, so their hosts need no room for them.
@@ -445,8 +445,8 @@ class Checkpoints:
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
             yield f"custom_checkpoint_{index}.pkl", item
-        if self._plan.strategy.scaling is not None:
-            yield SCALER_NAME, self._plan.strategy.scaling.scaler
+        if self._strategy.scaling is not None:
+            yield SCALER_NAME, self._strategy.scaling.scaler
 
     def _load_stateful(self, folder: Path, options: dict[str, Any]) -> None:
         for name, item in self._stateful():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,14 +30,8 @@ from notebook_accel.training.settings.handlers import (
     pick_handler,
 )
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.stepping.accumulation import Accumulation, resolve_plugin
-from notebook_accel.training.strategies import (
-    PLUGIN_ARGUMENTS,
-    make_strategy,
-    resolve_plugins,
-)
-from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies import PLUGIN_ARGUMENTS, resolve_plugins
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, resolve_dynamo
 from notebook_accel.training.strategies.strategy_request import Request
 
@@ -50,22 +44,7 @@ UNBUILT = {
 _NOTHING = (None, "no", "NO")
 
 
-@dataclass(kw_only=True)
-class Plan(Request):
-    """The settings with which one ``Accelerator`` prepares its objects."""
-
-    strategy: Strategy
-    loaders: DataLoaderConfiguration
-    device_placement: bool
-    step_scheduler_with_optimizer: bool
-    rng_types: tuple[str, ...] | None
-
-    def settings(self) -> AcceleratorSettings:
-        """Return the settings that ``AcceleratorState`` shows."""
-        return AcceleratorSettings(self.precision.name, self.strategy, self.plugins, self.dynamo)
-
-
-def make_plan(
+def make_request(
     *,
     cpu: bool,
     mixed_precision: str | None,
@@ -79,8 +58,8 @@ def make_plan(
     device_placement: bool,
     step_scheduler_with_optimizer: bool,
     rng_types: Iterable[Any] | None,
-) -> Plan:
-    """Check the settings, make the process group and choose the strategy; return the plan.
+) -> Request:
+    """Check the settings of an ``Accelerator`` and make the process group; return the settings.
 
     All ranks call it, since they make the process group together. Most settings are checked before,
     so that an invalid one raises at once and no rank is left waiting for the others.
@@ -121,17 +100,13 @@ def make_plan(
             f"cpu=True came too late: this rank computes on {found.device}. Make the rank's first "
             "Accelerator (or PartialState) with cpu=True, or launch with devices='cpu'",
         )
-    request = Request(
+    return Request(
         topology=found,
         precision=PRECISIONS[precision_name](found.device, checked),
         handlers=checked,
         plugins=chosen,
         dynamo=compiling,
         accumulation=Accumulation(window, found.device),
-    )
-    return Plan(
-        **vars(request),
-        strategy=make_strategy(request),
         loaders=loaders,
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,

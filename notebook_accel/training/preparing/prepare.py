@@ -31,7 +31,6 @@ from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward
-from notebook_accel.training.preparing.plan import Plan
 from notebook_accel.training.preparing.state_after_stop import copy_on_meta, parts_of
 from notebook_accel.training.processes.device_memory import (
     is_out_of_memory,
@@ -47,6 +46,7 @@ from notebook_accel.training.stepping.optimizer import (
     inner_optimizer,
 )
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall
 
 # Packages whose objects torch cannot train: passing them through would fail much later.
@@ -68,8 +68,9 @@ class Preparation:
     It keeps lists of them, for checkpoints and for the state of a stopped run.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.plan = plan = strategy.request
         self.models: list[PreparedModel] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -78,7 +79,7 @@ class Preparation:
         self.checkpoints: Callable[[], Any] = lambda: None
         self._resumers: list[RemovableHandle] = []
         self.watch = UnpreparedWatch(
-            accumulation=plan.accumulation, scaling=plan.strategy.scaling, models=self.models
+            accumulation=plan.accumulation, scaling=strategy.scaling, models=self.models
         )
 
     def prepare(
@@ -106,7 +107,7 @@ class Preparation:
         for item in objects:
             _refuse_foreign(item)
             self._renew(item)
-        strategy, ready = self.plan.strategy, list(objects)
+        strategy, ready = self.strategy, list(objects)
         strategy.expect(
             PrepareCall(
                 [item for item in objects if isinstance(item, Module)],
@@ -158,7 +159,7 @@ class Preparation:
         known = self._known_model(model, training=training)
         if known is not None:
             return known
-        strategy = self.plan.strategy
+        strategy = self.strategy
         is_spread = _is_spread(model, self.plan.topology.num_processes)
         device = None if is_spread else self._device(device_placement)
         shards = strategy.spreads_weights and training
@@ -173,7 +174,7 @@ class Preparation:
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Return the prepared optimizer; see ``Accelerator.prepare_optimizer``."""
-        strategy = self.plan.strategy
+        strategy = self.strategy
         stepped = strategy.prepare_optimizer(inner_optimizer(optimizer))
         for known in self.optimizers:
             if known.optimizer is stepped:
@@ -195,7 +196,7 @@ class Preparation:
             known
             for known in self.models
             if not (known.training and any(item is each for each in (known.inner, known.wrapped)))
-            or self.plan.strategy.renew(known.wrapped)
+            or self.strategy.renew(known.wrapped)
         ]
 
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
@@ -239,14 +240,14 @@ class Preparation:
         if precision == "no":
             types = (one.dtype for one in prepared.inner.parameters() if one.is_floating_point())
             precision = str(next(types, "")).removeprefix("torch.")
-        about = name_of_device(plan.topology.device), precision, plan.strategy.label
+        about = name_of_device(plan.topology.device), precision, self.strategy.label
         context.note_training(self, ", ".join(filter(None, about)))
         if context.resume_from:  # a loop without a prepared loader begins with a forward
             hook = prepared.wrapped.register_forward_pre_hook(
                 lambda *_: current().begin_training(), prepend=True
             )
             self._resumers.append(hook)
-        group = self.plan.strategy.data_group
+        group = self.strategy.data_group
         if prepared.training and group.size > 1:
             own = weakref.ref(self)
             watch_loaders(
@@ -284,7 +285,7 @@ class Preparation:
         left_at_a_step = getattr(current(), "left_with_all", False)
         checkpoints = self.checkpoints() if left_at_a_step else None
         return parts_of(
-            self.plan.strategy,
+            self.strategy,
             self.models,
             self.optimizers,
             self.schedulers,
@@ -301,7 +302,7 @@ class Preparation:
         if not is_out_of_memory(error):
             return {}
         models = [known.inner for known in self.models]
-        return memory_parts(self.plan.strategy.topology.device, models, self.optimizers)
+        return memory_parts(self.plan.topology.device, models, self.optimizers)
 
     def prepare_data_loader(
         self,
@@ -324,7 +325,7 @@ class Preparation:
             loader,
             config=plan.loaders,
             device=self._device(placement),
-            data_group=plan.strategy.data_group,
+            data_group=self.strategy.data_group,
             rng_types=plan.rng_types,
             slice_fn=slice_fn,
             ordinal=len(self.loaders),
@@ -353,12 +354,12 @@ class Preparation:
             for known in self.optimizers
             if any(known is it or known.optimizer is it for it in own)
         ]
-        prepared = plan.strategy.wrap_scheduler(
+        prepared = self.strategy.wrap_scheduler(
             scheduler,
             bound or self.optimizers,
             accumulation=plan.accumulation,
             num_steps=self._schedule_steps,
-            num_shares=plan.strategy.data_group.size,
+            num_shares=self.strategy.data_group.size,
             step_with_optimizer=plan.step_scheduler_with_optimizer,
         )
         self.schedulers.append(prepared)
@@ -367,7 +368,7 @@ class Preparation:
     @property
     def _num_shares(self) -> int:
         """Number of parts into which ranks divide each batch; 1 without ``split_batches``."""
-        return self.plan.strategy.data_group.size if self.plan.loaders.split_batches else 1
+        return self.strategy.data_group.size if self.plan.loaders.split_batches else 1
 
     @property
     def _schedule_steps(self) -> int:
@@ -376,7 +377,7 @@ class Preparation:
         Schedules are counted in batches of the unprepared loader. This is the number of such
         batches that all ranks together use at a time.
         """
-        return self.plan.strategy.data_group.size // self._num_shares
+        return self.strategy.data_group.size // self._num_shares
 
     def clear(self) -> None:
         """Empty the lists of prepared models, optimizers, schedulers and loaders."""

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.processes.topology import Topology
-from notebook_accel.training.settings.handlers import KwargsHandler
+from notebook_accel.training.settings.handlers import DataLoaderConfiguration, KwargsHandler
 from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin
 
@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(kw_only=True)
 class Request:
-    """The settings and the number of ranks by which a strategy is chosen and made."""
+    """The settings of one ``Accelerator``, by which its strategy is chosen and made."""
 
     topology: Topology
     precision: Precision
@@ -33,6 +33,10 @@ class Request:
     dynamo: TorchDynamoPlugin
     accumulation: Accumulation
     """The windows, for a strategy whose library exchanges gradients by them."""
+    loaders: DataLoaderConfiguration
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: tuple[str, ...] | None
 
     @property
     def mesh_dims(self) -> set[str]:
