@@ -36,13 +36,7 @@ from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.files.weights import save_model, save_object
 from notebook_accel.training.precision.float8 import AORecipeKwargs
-from notebook_accel.training.preparing.plan import (
-    check_rng_types,
-    make_request,
-    refuse_unbuilt,
-    resolve_loaders,
-    resolve_project,
-)
+from notebook_accel.training.preparing import plan
 from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
 from notebook_accel.training.processes.device_memory import release_memory
 from notebook_accel.training.processes.process_group import close_process_group
@@ -207,17 +201,17 @@ class Accelerator(TrainingInfo):
             ConfigError: a setting is invalid, or not supported.
             TypeError: an argument is unknown.
         """
-        refuse_unbuilt(others)
-        loaders = resolve_loaders(
+        plan.refuse_unbuilt(others)
+        loaders = plan.resolve_loaders(
             dataloader_config,
             split_batches=split_batches,
             dispatch_batches=dispatch_batches,
             even_batches=even_batches,
             use_seedable_sampler=use_seedable_sampler,
         )
-        project = resolve_project(project_config, project_dir)
+        project = plan.resolve_project(project_config, project_dir)
         trackers = resolve_trackers(log_with, project.logging_dir)
-        request = make_request(
+        request = plan.make_request(
             cpu=cpu,
             mixed_precision=mixed_precision,
             num_steps=gradient_accumulation_steps,
@@ -1626,7 +1620,7 @@ class Accelerator(TrainingInfo):
 
     @rng_types.setter
     def rng_types(self, value: Iterable[Any]) -> None:
-        self._plan.rng_types = check_rng_types(value, self.device)
+        self._plan.rng_types = plan.check_rng_types(value, self.device)
 
     @property
     def native_amp(self) -> bool:
@@ -1726,7 +1720,7 @@ class Accelerator(TrainingInfo):
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self._plan.loaders = resolve_loaders(value)
+        self._plan.loaders = plan.resolve_loaders(value)
 
     @property
     def split_batches(self) -> bool:

@@ -24,21 +24,8 @@ from torch.optim import Optimizer
 
 from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.files.formats import (
-    Format,
-    Piece,
-    complete,
-    names_of,
-    state_file,
-    write_one_by_one,
-)
+from notebook_accel.training.files import formats, weights
 from notebook_accel.training.files.state_files import read_state
-from notebook_accel.training.files.weights import (
-    FSDP_MODEL_NAME,
-    OPTIMIZER_NAME,
-    numbered,
-    with_ties,
-)
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.stepping.optimizer import inner_optimizer
@@ -83,7 +70,13 @@ def save_fsdp_model(
         trained = {name for name, weight in own.named_parameters() if weight.requires_grad}
         state = {name: value for name, value in state.items() if name in trained}
     pieces = _format(fsdp_plugin, accelerator).model_pieces(state, model_index)
-    _write(fsdp_plugin, accelerator, pieces, Path(output_dir), f"{FSDP_MODEL_NAME}_{model_index}")
+    _write(
+        fsdp_plugin,
+        accelerator,
+        pieces,
+        Path(output_dir),
+        f"{weights.FSDP_MODEL_NAME}_{model_index}",
+    )
 
 
 def load_fsdp_model(
@@ -112,12 +105,12 @@ def load_fsdp_model(
         FileNotFoundError: the folder has no saved weights of this number and type.
         RuntimeError: the saved weights lack some of the model's weights.
     """
-    own, folder = _inner(model), _folder_of(input_dir, f"{FSDP_MODEL_NAME}_{model_index}")
+    own, folder = _inner(model), _folder_of(input_dir, f"{weights.FSDP_MODEL_NAME}_{model_index}")
     strict = not (adapter_only and _is_of_peft(own))
     accelerator.wait_for_everyone()
     state = _format(fsdp_plugin, accelerator, strict=strict).read_model(own, folder, model_index)
     if state is not None:
-        accelerator._strategy.load_state_dict(own, with_ties(state, own), strict=strict)
+        accelerator._strategy.load_state_dict(own, weights.with_ties(state, own), strict=strict)
     accelerator.wait_for_everyone()
 
 
@@ -145,7 +138,11 @@ def save_fsdp_optimizer(
     layout = _format(fsdp_plugin, accelerator, model)
     pieces = layout.optimizer_pieces(inner_optimizer(optimizer), optimizer_index)
     _write(
-        fsdp_plugin, accelerator, pieces, Path(output_dir), f"{OPTIMIZER_NAME}_{optimizer_index}"
+        fsdp_plugin,
+        accelerator,
+        pieces,
+        Path(output_dir),
+        f"{weights.OPTIMIZER_NAME}_{optimizer_index}",
     )
 
 
@@ -179,7 +176,7 @@ def load_fsdp_optimizer(
         FileNotFoundError: the folder has no saved state of this number and type.
     """
     own = inner_optimizer(optimizer)
-    folder = _folder_of(input_dir, f"{OPTIMIZER_NAME}_{optimizer_index}")
+    folder = _folder_of(input_dir, f"{weights.OPTIMIZER_NAME}_{optimizer_index}")
     accelerator.wait_for_everyone()
     layout = _format(fsdp_plugin, accelerator, model)
     state = layout.read_optimizer(own, folder, optimizer_index)
@@ -188,15 +185,17 @@ def load_fsdp_optimizer(
     accelerator.wait_for_everyone()
 
 
-class _WholeOfFsdp(Format):
+class _WholeOfFsdp(formats.Format):
     """Whole weights under the name that Accelerate gives those of FSDP."""
 
-    def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[Piece]:
+    def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[formats.Piece]:
         if self.writes:
-            yield state_file(state, numbered(FSDP_MODEL_NAME, index, ".bin"), "the model")
+            yield formats.state_file(
+                state, weights.numbered(weights.FSDP_MODEL_NAME, index, ".bin"), "the model"
+            )
 
     def read_model(self, model: Module, folder: Path, index: int) -> Any:
-        path = folder / numbered(FSDP_MODEL_NAME, index, ".bin")
+        path = folder / weights.numbered(weights.FSDP_MODEL_NAME, index, ".bin")
         if path.exists():
             return read_state(path)
         try:
@@ -213,10 +212,10 @@ def _format(
     accelerator: Accelerator,
     *models: Module,
     strict: bool = True,
-) -> Format:
+) -> formats.Format:
     writes = accelerator.is_main_process
     return (sharded if plugin.saves_shards else _WholeOfFsdp)(
-        names=names_of([*map(_inner, models)]),
+        names=formats.names_of([*map(_inner, models)]),
         strict=strict,
         writes=writes,
         whole_state=partial(accelerator._strategy.optimizer_state, keeps=writes),
@@ -245,7 +244,7 @@ def _folder_of(folder: Path_, parts: str) -> Path:
 def _write(
     plugin: FullyShardedDataParallelPlugin,
     accelerator: Accelerator,
-    pieces: Iterable[Piece],
+    pieces: Iterable[formats.Piece],
     folder: Path,
     parts: str,
 ) -> None:
@@ -255,8 +254,8 @@ def _write(
         if accelerator.is_main_process:
             shutil.rmtree(folder / parts, ignore_errors=True)
         accelerator.wait_for_everyone()
-    written, results = write_one_by_one(pieces, folder)
+    written, results = formats.write_one_by_one(pieces, folder)
     everywhere = gather_object([results])
     if accelerator.is_main_process:
-        complete(written, everywhere)
+        formats.complete(written, everywhere)
     accelerator.wait_for_everyone()

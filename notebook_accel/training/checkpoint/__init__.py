@@ -22,15 +22,8 @@ from torch.nn import Module
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.checkpoint import folders
 from notebook_accel.training.checkpoint.background import BackgroundSave, host_copies
-from notebook_accel.training.checkpoint.folders import (
-    CUSTOM,
-    NUMBERED,
-    Numbering,
-    format_in,
-    is_ours,
-    resolved,
-)
 from notebook_accel.training.checkpoint.joint_save import JointSave, describe
 from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 from notebook_accel.training.checkpoint.start import (
@@ -42,18 +35,8 @@ from notebook_accel.training.checkpoint.start import (
 )
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
+from notebook_accel.training.files import formats
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.formats import (
-    Piece,
-    complete,
-    describe_folder,
-    entries,
-    names_of,
-    required,
-    state_file,
-    write_one_by_one,
-    write_prepared,
-)
 from notebook_accel.training.files.state_files import on_host, read_state
 from notebook_accel.training.files.weights import (
     SCALER_NAME,
@@ -78,7 +61,7 @@ class Checkpoints:
         self._progress = TrainingProgress(preparation)
         self._plan, self._strategy = preparation.plan, preparation.strategy
         self._project = project
-        self.numbering = Numbering(project)
+        self.numbering = folders.Numbering(project)
         self._background_save: BackgroundSave | None = None
         self._unsettled: list[RankZeroSave] = []  # on ranks that do not publish
         self._began: Start | None = None  # where the launch's resume= had this training go on
@@ -121,7 +104,7 @@ class Checkpoints:
         """
         self._end_background_save()
         current().settle_device()
-        asked = None if output_dir is None else resolved(output_dir)
+        asked = None if output_dir is None else folders.resolved(output_dir)
         if asked is None:
             self.numbering.folder()  # raises on every rank alike where there is none
         save = self._begin_save(asked)
@@ -131,7 +114,7 @@ class Checkpoints:
             save.open(asked, self.numbering)
             pieces = self._pieces(save, safe=safe, own_options=own_options or {})
             if not in_background:
-                finish(*write_one_by_one(pieces, save.staged))
+                finish(*formats.write_one_by_one(pieces, save.staged))
             else:
                 taken = list(pieces)
                 states = host_copies([piece.state for piece in taken])
@@ -144,7 +127,7 @@ class Checkpoints:
         if in_background:
             self._background_save = BackgroundSave(
                 save,
-                lambda: finish(taken, write_prepared(taken, save.staged)),
+                lambda: finish(taken, formats.write_prepared(taken, save.staged)),
                 self._plan.topology.device,
             )
         if isinstance(save, RankZeroSave) and not save.writes:
@@ -180,7 +163,7 @@ class Checkpoints:
     def _finish(
         self,
         save: JointSave | RankZeroSave,
-        written: Sequence[Piece],
+        written: Sequence[formats.Piece],
         results: Sequence[Any],
         *,
         is_numbered: bool,
@@ -189,7 +172,7 @@ class Checkpoints:
 
         If the save is in the background, the thread that writes calls it.
         """
-        save.finish(results, lambda of_ranks: complete(written, of_ranks))
+        save.finish(results, lambda of_ranks: formats.complete(written, of_ranks))
         if save.writes and is_numbered:
             self.numbering.remove_oldest()
         if self._plan.topology.process_index == 0:
@@ -243,12 +226,15 @@ class Checkpoints:
         # Other Accelerators' saves, too: one may still be writing what is to be read.
         for wait in (*current().before_return.values(), self.wait):
             wait()
-        asked = self.numbering.newest() if input_dir is None else resolved(input_dir)
+        asked = self.numbering.newest() if input_dir is None else folders.resolved(input_dir)
         folder = complete_version(asked)
-        if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:
+        if (
+            not any(folders.is_ours(name) for name in formats.entries(folder))
+            and not self.load_hooks
+        ):
             raise FileNotFoundError(
-                f"there is no checkpoint in {describe_folder(folder)}. Save one first, or pass the "
-                "folder that save_state() returned as input_dir"
+                f"there is no checkpoint in {formats.describe_folder(folder)}. Save one first, or "
+                "pass the folder that save_state() returned as input_dir"
             )
         self._refuse_unregistered(folder)
         check_shapes([known.plain for known in self._prepared.models], folder)
@@ -272,7 +258,7 @@ class Checkpoints:
     ) -> None:
         """Read the optimizers, and those models that no hook has taken out of the list."""
         strategy = self._strategy
-        layout = format_in(folder)(names=self._names, options=options, strict=strict)
+        layout = folders.format_in(folder)(names=self._names, options=options, strict=strict)
         for index, model in enumerate(map(of_torch.original_module, models)):
             weights = layout.read_model(model, folder, index)
             if weights is not None:
@@ -283,7 +269,7 @@ class Checkpoints:
                 strategy.load_optimizer_state(known.optimizer, state)
 
     def _refuse_unregistered(self, folder: Path) -> None:
-        saved = sorted(name for name in entries(folder) if CUSTOM.fullmatch(name))
+        saved = sorted(name for name in formats.entries(folder) if folders.CUSTOM.fullmatch(name))
         if len(saved) > len(self.custom):
             raise RuntimeError(
                 f"{folder} has the states of {len(saved)} registered objects "
@@ -304,7 +290,7 @@ class Checkpoints:
         """
         self.wait()
         self._agree(None)  # now the saves of all ranks have ended
-        root = resolved(folder)
+        root = folders.resolved(folder)
         found: list[Path]
         (found,) = broadcast_object_list([candidates(root)])
         self.numbering.parent = self._numbered_parent(root, found)
@@ -330,7 +316,8 @@ class Checkpoints:
         start = self._load_newest(root, found)
         if start is None or start.folder is None:
             raise FileNotFoundError(
-                f"resume=: there is no checkpoint in {describe_folder(root)}, as seen by rank 0"
+                f"resume=: there is no checkpoint in {formats.describe_folder(root)}, as seen by "
+                "rank 0"
             )
         before = self._progress.settings_in(Path(start.folder))
         if before is None:
@@ -380,8 +367,8 @@ class Checkpoints:
         inner = root / "checkpoints"
         project = self._project
         numbers_itself = project.automatic_checkpoint_naming
-        is_project = numbers_itself and resolved(project.project_dir or "") == root
-        numbered_parents = {one.parent for one in found if NUMBERED.fullmatch(one.name)}
+        is_project = numbers_itself and folders.resolved(project.project_dir or "") == root
+        numbered_parents = {one.parent for one in found if folders.NUMBERED.fullmatch(one.name)}
         is_inner = inner in numbered_parents if numbered_parents else is_project
         return inner if is_inner else root
 
@@ -405,7 +392,7 @@ class Checkpoints:
 
     def _pieces(
         self, save: JointSave | RankZeroSave, *, safe: bool, own_options: dict[str, Any]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[formats.Piece]:
         """Yield this rank's pieces (files) of a checkpoint; save hooks run first.
 
         If weights are sharded, all ranks iterate over it at the same time, since this joins them.
@@ -431,13 +418,13 @@ class Checkpoints:
         yield from layout.pieces(weights, [known.optimizer for known in self._prepared.optimizers])
         if writes:
             for name, item in self._stateful():
-                yield state_file(item.state_dict(), name, type(item).__name__)
+                yield formats.state_file(item.state_dict(), name, type(item).__name__)
         for name, state in self._progress.states(of_all=writes, save_id=save.id).items():
-            yield state_file(state, name, "the data loaders or random numbers")
+            yield formats.state_file(state, name, "the data loaders or random numbers")
 
     @property
     def _names(self) -> dict[torch.Tensor, str]:
-        return names_of([known.plain for known in self._prepared.models])
+        return formats.names_of([known.plain for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Yield (file name, object): schedulers, registered objects and the loss scaler."""
@@ -453,7 +440,7 @@ class Checkpoints:
             if name == SCALER_NAME and not (folder / name).exists():
                 notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
             else:
-                item.load_state_dict(read_state(required(folder / name), options))
+                item.load_state_dict(read_state(formats.required(folder / name), options))
 
     def states_at_stop(self) -> dict[str, Any]:
         """Return, by their names, this rank's files of a checkpoint but for models and optimizers.

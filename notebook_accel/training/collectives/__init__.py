@@ -19,12 +19,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.rank.this_rank import current, has_process_group
-from notebook_accel.training.collectives.debug_mode import (
-    ASKED,
-    is_debugging,
-    objects_of_ranks,
-    require_agreement,
-)
+from notebook_accel.training.collectives import debug_mode
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import is_namedtuple, rebuild, recursively_apply
 
@@ -55,13 +50,15 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
     asked = dist.group.WORLD if group is None and dist.is_available() else group
     if asked is None:
         size = exchange().size
-        return _ALONE if size == 1 else _GroupFacts(size, is_debugging(), carries_cpu=False)
+        return (
+            _ALONE if size == 1 else _GroupFacts(size, debug_mode.is_debugging(), carries_cpu=False)
+        )
     facts = _facts_of.get(asked)
     if facts is None:
         size = num_ranks(group)
         facts = _facts_of[asked] = _GroupFacts(
             size=size,
-            compares=size > 1 and is_debugging(),
+            compares=size > 1 and debug_mode.is_debugging(),
             carries_cpu=transport_device(torch.device("cpu"), group).type == "cpu",
         )
     return facts
@@ -69,7 +66,7 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
 
 def set_debugging(asked: bool | None) -> None:
     """Turn debug mode on or off, or (None) let the environment decide; all ranks call it."""
-    current().shared[ASKED] = asked
+    current().shared[debug_mode.ASKED] = asked
     _facts_of.clear()
 
 
@@ -101,7 +98,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """
     facts = _facts(group)
     if facts.compares:
-        require_agreement("gather", tensor, group)
+        debug_mode.require_agreement("gather", tensor, group)
     if type(tensor) is torch.Tensor:
         return _gather(tensor, group, facts)
     return recursively_apply(_gather, tensor, group, facts, error_on_other_type=True)
@@ -172,7 +169,7 @@ def gather_ragged(
     if num_ranks(group) == 1:
         return list(tensors)
     _require_agreement("gather", list(tensors), group, 0)
-    shapes: list[list[tuple[int, ...]]] = objects_of_ranks(
+    shapes: list[list[tuple[int, ...]]] = debug_mode.objects_of_ranks(
         [tuple(tensor.shape) for tensor in tensors], group
     )
     if any([s[1:] for s in of_rank] != [s[1:] for s in shapes[0]] for of_rank in shapes):
@@ -204,7 +201,7 @@ def _require_agreement(
     operation: str, data: Any, group: dist.ProcessGroup | None, free_dimension: int | None = None
 ) -> None:
     if compares(group):
-        require_agreement(operation, data, group, free_dimension=free_dimension)
+        debug_mode.require_agreement(operation, data, group, free_dimension=free_dimension)
 
 
 def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:  # noqa: A002
@@ -219,7 +216,7 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> lis
     mine = list(object) if plain else [object]
     if num_ranks(group) == 1:
         return mine
-    return list(itertools.chain.from_iterable(objects_of_ranks(mine, group)))
+    return list(itertools.chain.from_iterable(debug_mode.objects_of_ranks(mine, group)))
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:

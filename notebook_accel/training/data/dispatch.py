@@ -26,13 +26,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.collectives import (
-    as_bytes,
-    broadcast_object_list,
-    num_ranks,
-    scatter,
-    this_rank,
-)
+from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import (
     find_batch_size,
     honor_type,
@@ -143,9 +137,9 @@ class DataLoaderDispatcher(PreparedLoader):
     def _read(self, position: Position) -> Iterator[Any]:
         # One rank reads for all, not one of each group that holds a model together: those must get
         # the very same samples, and two readers of a stream may get different ones.
-        if num_ranks() == 1:
+        if collectives.num_ranks() == 1:
             return self._read_from(position, position.num_given)
-        return self._lead(position) if this_rank() == 0 else self._follow()
+        return self._lead(position) if collectives.this_rank() == 0 else self._follow()
 
     def _lead(self, position: Position) -> Iterator[RoundBatch]:
         start = position.num_given * self._batches_a_round
@@ -169,20 +163,22 @@ class DataLoaderDispatcher(PreparedLoader):
                 header, buffers = _pack(divided, self._options.data_group.index_of_rank)
             except Exception as error:
                 # The others wait for a header, and without one they would wait for ever.
-                broadcast_object_list([pickle.dumps(f"{type(error).__name__}: {error}")])
+                collectives.broadcast_object_list(
+                    [pickle.dumps(f"{type(error).__name__}: {error}")]
+                )
                 raise
-            broadcast_object_list([header])
+            collectives.broadcast_object_list([header])
             if divided is None:
                 return
             if buffers:
-                scatter(buffers, buffers[0].nbytes)
+                collectives.scatter(buffers, buffers[0].nbytes)
             yield divided[0]
 
     def _follow(self) -> Iterator[RoundBatch]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
         # much as that rank's code is.
         while True:
-            (packed,) = broadcast_object_list([None])
+            (packed,) = collectives.broadcast_object_list([None])
             header = pickle.loads(packed)  # None at the end, the text of an error, or a round's
             if header is None:
                 return
@@ -190,7 +186,11 @@ class DataLoaderDispatcher(PreparedLoader):
                 raise RuntimeError(f"rank 0 could not read the next batch: {header}")
             forms, num_bytes = header
             # Nothing is sent where no rank's batch holds a tensor.
-            buffer = scatter(None, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+            buffer = (
+                collectives.scatter(None, num_bytes)
+                if num_bytes
+                else torch.empty(0, dtype=torch.uint8)
+            )
             yield _fill(forms[self._options.data_group.index], buffer)
 
 
@@ -221,7 +221,7 @@ def _pack(
     for index in others:
         for start, tensor in _places(divided[index])[0]:
             plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            buffers[index][start : start + plain.nbytes] = as_bytes(plain)
+            buffers[index][start : start + plain.nbytes] = collectives.as_bytes(plain)
     return header, [buffers[index] for index in index_of_rank]
 
 

@@ -22,19 +22,11 @@ from torch.utils.data import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_datasets
 from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.data import samplers
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.loader_wrapper import as_stateful, copied
 from notebook_accel.training.data.loaders import DataLoaderShard, LoaderOptions, PreparedLoader
-from notebook_accel.training.data.samplers import (
-    BatchSamplerShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-    batch_sampler_of,
-    batch_size_of,
-    samplers_of,
-    share_of,
-)
 from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.random_numbers import new_generator
@@ -74,9 +66,9 @@ def prepare_loader(
         )
     is_dispatched = _is_dispatched(loader, config, device)
     num_shares = data_group.size
-    size = batch_size_of(loader)
+    size = samplers.batch_size_of(loader)
     if config.split_batches and size is not None:
-        share_of(size, num_shares, split_batches=True)  # raises where it cannot be divided
+        samplers.share_of(size, num_shares, split_batches=True)  # raises where it cannot be divided
     draft = copied(loader)  # changed step by step, instead of the user's
     if config.use_stateful_dataloader and type(draft) is DataLoader:
         draft = as_stateful(draft)  # a class of the user's own stays, and counts
@@ -129,13 +121,13 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     seed is that of the replaced sampler's generator or, if that sampler has none, of torch's global
     random numbers.
     """
-    inner = getattr(batch_sampler_of(draft), "sampler", draft.sampler)
+    inner = getattr(samplers.batch_sampler_of(draft), "sampler", draft.sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
         return
     # None follows the length of a dataset that grows.
     is_all = inner.num_samples == len(inner.data_source)
     num_samples = None if is_all else inner.num_samples
-    seedable = SeedableRandomSampler(
+    seedable = samplers.SeedableRandomSampler(
         inner.data_source, inner.replacement, num_samples, data_seed=data_seed
     )
     seedable.counts_epochs = False
@@ -190,9 +182,9 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
         # A copy of what shuffle=True has made: the user's loader may be prepared again. Other
         # samplers stay the user's own, who may change them between epochs (weights, say).
         _replace_sampler(draft, own, copy.copy(own))
-    for sampler in samplers_of(draft):
+    for sampler in samplers.samplers_of(draft):
         # One that skips has the attributes of the sampler inside, which comes after it.
-        is_ours = isinstance(sampler, (SeedableRandomSampler, SkipBatchSampler))
+        is_ours = isinstance(sampler, (samplers.SeedableRandomSampler, samplers.SkipBatchSampler))
         if is_ours or not hasattr(sampler, "generator"):
             continue
         if sampler.generator is None:
@@ -208,7 +200,7 @@ def _share_out(
     """Change ``draft``, in place, to read only this rank's share; return the adapted options."""
     if isinstance(draft.dataset, IterableDataset):
         return _share_iterable(draft, options, config)
-    if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers.samplers_of(draft)):
         notice_once(
             "DistributedSampler",
             "prepare leaves a loader with a DistributedSampler as it is; without one it shares "
@@ -216,7 +208,7 @@ def _share_out(
         )
         return replace(options, split_batches=False)
     name = "sampler" if draft.batch_sampler is None else "batch_sampler"
-    vars(draft)[name] = BatchSamplerShard(
+    vars(draft)[name] = samplers.BatchSamplerShard(
         getattr(draft, name),
         options.data_group.size,
         options.data_group.index,
@@ -255,7 +247,7 @@ def _share_iterable(
     )
     draft.collate_fn = ShortRoundCollate(draft.collate_fn)
     if config.split_batches and draft.batch_size is not None:
-        share = share_of(draft.batch_size, num_processes, split_batches=True)
+        share = samplers.share_of(draft.batch_size, num_processes, split_batches=True)
         batches = BatchSampler(draft.sampler, share, draft.drop_last)
         vars(draft).update(batch_size=share, batch_sampler=batches)
     return options

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from notebook_accel.training.collectives import (
-    compares,
-    gather,
-    gather_object,
-    gather_ragged,
-    num_ranks,
-)
+from notebook_accel.training import collectives
 from notebook_accel.training.collectives.debug_mode import require_agreement
 from notebook_accel.training.collectives.nested import honor_type, is_namedtuple, leaves, rebuild
 from notebook_accel.training.collectives.nested import recursively_apply as apply_to_tensors
@@ -52,7 +46,7 @@ def gather_for_metrics(
         ranks have at this step.
     """
     position = active_loaders().position
-    if compares(group):
+    if collectives.compares(group):
         found = [*leaves(input_data)]
         are_tensors = found and all(isinstance(leaf, torch.Tensor) for leaf in found)
         # As below: a list that is empty here may hold objects on another rank.
@@ -60,7 +54,7 @@ def gather_for_metrics(
         what = input_data if is_alike else "objects"
         require_agreement("gather_for_metrics", what, group, free_dimension=0)
     if use_gather_object:
-        return gather_object(_cut_objects(input_data, position, group), group=group)
+        return collectives.gather_object(_cut_objects(input_data, position, group), group=group)
     return _gather(input_data, position, group)
 
 
@@ -76,14 +70,14 @@ def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> A
     are_tensors = bool(found) and all(found)
     if are_tensors and not _holds_empty(data):
         if position.short_round is None and not position.is_uneven:
-            return gather(data, group=group)
+            return collectives.gather(data, group=group)
         return _gather_own_rows(data, position, group)
     if isinstance(data, Mapping):
         return rebuild(data, {key: _gather(item, position, group) for key, item in data.items()})
     is_record = isinstance(data, tuple) and (any(found) or is_namedtuple(data))
     if is_record or are_tensors:
         return honor_type(data, (_gather(item, position, group) for item in data))
-    gathered = gather_object(_cut_objects(data, position, group), group=group)
+    gathered = collectives.gather_object(_cut_objects(data, position, group), group=group)
     return data if not gathered and isinstance(data, tuple) else gathered
 
 
@@ -101,17 +95,17 @@ def _cut_objects(data: Any, position: Position, group: dist.ProcessGroup | None)
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
     if position.short_round is None or not is_column:
         return data
-    return data[: _num_own_rows(len(data), position, num_ranks(group))]
+    return data[: _num_own_rows(len(data), position, collectives.num_ranks(group))]
 
 
 def _gather_own_rows(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.ndim:
             return tensor.reshape(1)
-        return tensor[: _num_own_rows(tensor.shape[0], position, num_ranks(group))]
+        return tensor[: _num_own_rows(tensor.shape[0], position, collectives.num_ranks(group))]
 
     cuts = [cut(leaf) for leaf in leaves(data)]
-    joined = iter(gather_ragged(cuts, group=group))
+    joined = iter(collectives.gather_ragged(cuts, group=group))
     return apply_to_tensors(lambda _: next(joined), data)
 
 

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.precision import (
-    PRECISIONS,
-    refuse_divided_layers,
-    resolve_precision,
-)
+from notebook_accel.training import precision
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.handlers import (
@@ -89,9 +85,9 @@ def make_request(
         # What a plugin's own configuration says holds for everything here.
         mixed_precision = one.resolve_precision(mixed_precision)
         num_steps = one.resolve_steps(num_steps)
-    precision_name = resolve_precision(mixed_precision)
+    precision_name = precision.resolve_precision(mixed_precision)
     if any(one.divides_layers for one in chosen.values()):
-        refuse_divided_layers(precision_name)
+        precision.refuse_divided_layers(precision_name)
     window = resolve_plugin(None if plugin else num_steps, plugin)
     found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
     if cpu and found.device.type != "cpu":
@@ -102,7 +98,7 @@ def make_request(
         )
     return Request(
         topology=found,
-        precision=PRECISIONS[precision_name](found.device, checked),
+        precision=precision.PRECISIONS[precision_name](found.device, checked),
         handlers=checked,
         plugins=chosen,
         dynamo=compiling,
