@@ -21,7 +21,7 @@ from notebook_accel import (
     WorkerError,
     notebook_launcher,
 )
-from notebook_accel.training.files import pieces
+from notebook_accel.training.files import formats
 from tests.training import resuming
 from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
 from tests.training.single import fresh_rank  # noqa: F401
@@ -33,7 +33,7 @@ from tests.waiting import eventually
 def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Whoever writes in the background waits until this file is there."""
     gate = tmp_path / "gate"
-    plain = pieces.write_prepared
+    plain = formats.write_prepared
 
     def write(*args: Any) -> Any:
         eventually(gate.exists, within=20, what="the test opens the gate")
