@@ -39,9 +39,7 @@ def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         eventually(gate.exists, within=20, what="the test opens the gate")
         return plain(*args)
 
-    from notebook_accel.training import checkpoint
-
-    monkeypatch.setattr(checkpoint, "write_prepared", write)
+    monkeypatch.setattr(formats, "write_prepared", write)
     return gate
 
 
