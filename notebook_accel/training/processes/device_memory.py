@@ -17,7 +17,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import leaves, num_bytes
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.devices import device_module
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
 # Texts of errors that have no type of their own, in lower case: CUDA, HIP, XPU and MPS; cuDNN and
 # cuBLAS, which say so when their workspace does not fit; the host's allocator.
@@ -208,7 +207,7 @@ def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
 
 @contextlib.contextmanager
 def off_device(
-    device: torch.device, models: Sequence[Module], optimizers: Sequence[AcceleratedOptimizer]
+    device: torch.device, models: Sequence[Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[None]:
     """Move weights, gradients, buffers and optimizer states to the host within the block.
 
@@ -239,7 +238,7 @@ def off_device(
 
 
 def _storages(
-    models: Sequence[Module], optimizers: Sequence[AcceleratedOptimizer], kind: str
+    models: Sequence[Module], optimizers: Sequence[Optimizer], kind: str
 ) -> list[torch.UntypedStorage]:
     """Return the memory on the device of all that was prepared, each piece once."""
     held = [[*model.parameters(), *model.buffers()] for model in models]
