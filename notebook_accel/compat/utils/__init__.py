@@ -8,7 +8,12 @@ from notebook_accel.training.collectives import (
     broadcast,
     broadcast_object_list,
 )
-from notebook_accel.training.collectives.data_group import *
+from notebook_accel.training.collectives.data_group import (
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
 from notebook_accel.training.collectives.debug_mode import DistributedOperationException
 from notebook_accel.training.collectives.nested import (
     convert_to_fp32,

@@ -101,9 +101,6 @@ def current_data_group() -> DataGroup | None:
     return current().shared.get(_CURRENT)
 
 
-__all__ = ["gather", "gather_object", "pad_across_processes", "reduce"]
-
-
 def _data_ranks() -> dist.ProcessGroup | None:
     found = current_data_group()
     return None if found is None else found.process_group
