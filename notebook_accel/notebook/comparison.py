@@ -20,7 +20,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import Curve, mode_of, to_draw
 from notebook_accel.launch.control.metrics_file import MetricReader
-from notebook_accel.launch.control.plotting import Point, chosen
+from notebook_accel.launch.control.plotting import chosen
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
@@ -120,7 +120,7 @@ class Charts:
                 mode = mode_of(name)
                 best = {label: best_of(curve, mode) for label, curve in curves.items()}
                 labels = best_first(labels, best.get, mode)
-            shown[name] = {"" if is_single else label: curves[label].points() for label in labels}
+            shown[name] = {"" if is_single else label: curves[label] for label in labels}
         legend = [
             element("span", element("b", "━ ", style=f"color:{colour}"), label)
             for label, colour in colours.items()
@@ -180,9 +180,8 @@ class Original(NamedTuple):
     label: str = ""
     run: Run | None = None
 
-    def points(self) -> dict[str, list[Point]]:
-        curves = {} if self.run is None else curves_of(self.run)
-        return {name: curve.points() for name, curve in curves.items()}
+    def curves(self) -> dict[str, Curve]:
+        return {} if self.run is None else curves_of(self.run)
 
 
 NO_ORIGINAL = Original()
@@ -204,8 +203,8 @@ def original_of(run: Run) -> Original:
 def snapshot_of(run: Run, state: RunState, **how: Any) -> Snapshot:
     """Return the summary of a run, with the curves of its original."""
     original = original_of(run)
-    before = original.label, original.points()
-    return render_snapshot(state, call_of(run).metrics.sample(), original=before, **how)
+    before = original.label, original.curves()
+    return render_snapshot(state, curves_of(run, in_detail=True), original=before, **how)
 
 
 def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:

@@ -10,13 +10,10 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.view import GuardedView, View
-from notebook_accel.launch.view.progress import Throughput
-from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.comparison import snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.rank_displays import OnDemand, RankDisplays
-from notebook_accel.render.panel import Details
 from notebook_accel.render.snapshot import render_line, render_slim
 
 if TYPE_CHECKING:
@@ -73,13 +70,9 @@ class Dashboard(OnDemand):
         self._is_drawing = False
         self._has_changed = False
         self._has_ended = False
-        self._has_asked_stop = False
-        self._stopping_since: float | None = None
         self._run: Run | None = None
         self._slow_launch = ""
-        self._throughput = Throughput()
         self._displays = RankDisplays()
-        self._last_hang = ""
         self._opened_at = 0.0
         self._drawn_at = 0.0
 
@@ -138,11 +131,8 @@ class Dashboard(OnDemand):
     def update(self, state: RunState) -> None:
         with self._lock:
             self._has_changed = True
-            if state.status == "stopping" and self._stopping_since is None:
-                self._stopping_since = time.monotonic()
-            self._throughput.note(state, now=time.monotonic())
             if self.panel is not None:
-                self.panel.log.read(state)
+                self.panel.read(state)
 
     def poll(self) -> None:
         self._clicks.pump()
@@ -212,12 +202,11 @@ class Dashboard(OnDemand):
             slot = lasting.place_below()
             return Dashboard(type(clicks)(clicks.kernel), waits=False, slot=slot)
 
-        panel = LivePanel(run, lasting=lasting, clicks=clicks, stop=self._ask_stop, below=below)
-        state = run.state
-        panel.log.read(state)
-        panel.draw(state, self._details(run, panel))
+        panel = LivePanel(run, lasting=lasting, clicks=clicks, below=below)
+        panel.read(run.state)
+        panel.draw(run.state)
         panel.show(
-            f"{state.name} (run {run.id}): a live panel, which only its kernel draws. "
+            f"{run.state.name} (run {run.id}): a live panel, which only its kernel draws. "
             f"{run_list.expression(run.id)}.show() draws it again; after a restart of the kernel "
             "it shows what was kept."
         )
@@ -230,11 +219,7 @@ class Dashboard(OnDemand):
             time.sleep(_DRAW_SECONDS / 2)
             guarded.guard(self.draw)
         time.sleep(_AGAIN_SECONDS)
-        guarded.guard(self._send_end_again)
-
-    def _send_end_again(self) -> None:
-        with self._lock:
-            (self._lasting or self._slot).send_again()
+        guarded.guard((self._lasting or self._slot).send_again)
 
     def draw(self) -> None:
         """Draw what changed, at most five times a second; any thread may call this often."""
@@ -250,7 +235,7 @@ class Dashboard(OnDemand):
                 return
             # What changes while it is drawn, by a click, is drawn next time.
             self._has_changed = False
-            if self.panel.draw(state, self._details(self._run, self.panel)):
+            if self.panel.draw(state):
                 self._has_changed = True
             if not self._waits:
                 self.panel.draw_displays(state)
@@ -262,27 +247,3 @@ class Dashboard(OnDemand):
         """Only the thread of the waiting cell may call this."""
         if self._waits and self._run is not None:
             self._displays.show_new(self._run.state)
-
-    def _details(self, run: Run, panel: LivePanel) -> Details:
-        state = run.state
-        if state.hang is not None:
-            self._last_hang = hang_line(state)
-        since = self._stopping_since
-        return Details(
-            now=state.now(),
-            throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
-            of_run=self._throughput.of_run(state),
-            last_hang=self._last_hang,
-            picked=panel.log.chosen,
-            stopping=None if since is None else time.monotonic() - since,
-            grace=run.config.grace,
-        )
-
-    # ---- clicks ----------------------------------------------------------------------------
-
-    def _ask_stop(self) -> None:
-        # A second stop would interrupt the ranks, and many people click twice.
-        if self._run is not None and not self._has_asked_stop:
-            self._has_asked_stop = True
-            self._run.stop()
-            self._has_changed = True

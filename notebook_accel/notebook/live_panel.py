@@ -27,6 +27,8 @@ from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.run_state import Display, RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
+from notebook_accel.launch.view.progress import Throughput
+from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.cloning import CloneForm, cloneable
 from notebook_accel.notebook.comparison import original_of
@@ -197,13 +199,15 @@ class LivePanel:
         *,
         lasting: PanelBox,
         clicks: ClicksAfterTheCell,
-        stop: Callable[[], None],
         below: Callable[[], Any],
     ) -> None:
         self._run = run
         self._lasting = lasting
         self.box = lasting.box
+        self._throughput = Throughput()
+        self._stopping_since: float | None = None
         self._hang: Hang | None = None
+        self._last_hang = ""
         self._kill_asked = -math.inf
         self._titled, self._titled_at = "", 0.0
         self.asked_stacks: AskedStacks | None = None
@@ -217,7 +221,9 @@ class LivePanel:
             for classes in ("na-head", "na-body", "", "na-note", "na-alert", "")
         )
         buttons = [
-            widgets.button("Stop", f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip(), stop, "na-stop"),
+            widgets.button(
+                "Stop", f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip(), self._on_stop, "na-stop"
+            ),
             widgets.button("Kill", _KILL_TOOLTIP, self._on_kill, "na-small-button na-kill"),
             # It takes up to some seconds, in which the panel goes on.
             widgets.button(
@@ -269,9 +275,28 @@ class LivePanel:
         self.box.children = self._parts
         self._lasting.show(text)
 
-    def draw(self, state: RunState, details: Details) -> bool:
+    def read(self, state: RunState) -> None:
+        """Take each state of the run, of which only some are drawn."""
+        if state.status == "stopping" and self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+        self._throughput.note(state, now=time.monotonic())
+        self.log.read(state)
+
+    def draw(self, state: RunState) -> bool:
         """Send what changed to the page; return True if a part of the log is still to be sent."""
         now = time.monotonic()
+        if state.hang is not None:
+            self._last_hang = hang_line(state)
+        since = self._stopping_since
+        details = Details(
+            now=state.now(),
+            throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
+            of_run=self._throughput.of_run(state),
+            last_hang=self._last_hang,
+            picked=self.log.chosen,
+            stopping=None if since is None else now - since,
+            grace=self._run.config.grace,
+        )
         # The rate in the title changes all the time, and is a message of its own.
         if state.status != self._titled or now >= self._titled_at + _TITLE_SECONDS:
             self._titled, self._titled_at = state.status, now
@@ -317,6 +342,12 @@ class LivePanel:
         self._widgets.close()
 
     # ---- clicks ----------------------------------------------------------------------------
+
+    def _on_stop(self) -> None:
+        # A second stop would interrupt the ranks, and many people click twice.
+        if not self._stop.disabled:
+            self._stop.disabled = True
+            self._run.stop()
 
     def _on_kill(self) -> None:
         now = time.monotonic()

@@ -13,16 +13,17 @@ Widgets of old blocks are reused: CSS ``order`` puts each into its place, none i
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise, repeat
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
 import ipywidgets
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text.terminal_text import plain_text
@@ -42,7 +43,6 @@ _MAX_BLOCKS = 40
 # A block is one message at most, and a panel may send 20 KB at a time.
 _BLOCK_LINES = 100
 _BLOCK_BYTES = 12_000
-_LINES_AT_ONCE = 20
 # Of a line that takes more the start is shown, without its colours. The last line of a block may
 # go beyond the block's own bytes by as much.
 _LINE_BYTES = 6_000
@@ -64,10 +64,6 @@ class LogBlock:
     num_bytes: int = 0
     is_sent: bool = False
     follows_gap: bool = False
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.lines) >= _BLOCK_LINES or self.num_bytes >= _BLOCK_BYTES
 
 
 class LogWindow:
@@ -103,8 +99,15 @@ class LogWindow:
                 self._append(None, None, [text])
             for second, some in groupby(lines, key=itemgetter(0)):
                 self._append(number, second, [line for _, line in some])
-        newest = {n: _open_line(state.ranks[n]) for n in self._readers if state.ranks[n].open_line}
-        newest = {n: line for n, line in newest.items() if self._wanted([line])}
+        newest: dict[int, _Timed] = {}
+        for number in self._readers:
+            rank = state.ranks[number]
+            if rank.open_line:
+                # The second at which it began.
+                seconds = (second for at, second in reversed(rank.times) if at <= rank.num_lines)
+                line = next(seconds, None), rank.tail[-1]
+                if self._wanted([line]):
+                    newest[number] = line
         if newest != self._open_lines:
             self._open_lines = newest
             self._newest_block().is_sent = False
@@ -172,23 +175,15 @@ class LogWindow:
         return join(groups)
 
     def _append(self, rank: int | None, second: int | None, lines: Sequence[str]) -> None:
-        start = 0
-        while start < len(lines):
-            block = self._newest_block()
-            if block.is_full:
+        block = self._newest_block()
+        for line in lines:
+            if len(block.lines) >= _BLOCK_LINES or block.num_bytes >= _BLOCK_BYTES:
                 block = self._add_block()
             if not block.lines or block.lines[-1][:2] != (rank, second):
                 block.num_bytes += _LABEL_BYTES
-            # Measured some at a time: a flood brings tens of thousands of lines a second.
-            some = lines[start : start + min(_LINES_AT_ONCE, _BLOCK_LINES - len(block.lines))]
-            num_bytes = _markup_bytes("".join(some))
-            if block.num_bytes + num_bytes > _BLOCK_BYTES:
-                some = some[:1]
-                num_bytes = min(_markup_bytes(some[0]), _LINE_BYTES)
-            block.num_bytes += num_bytes
-            block.lines.extend(zip(repeat(rank), repeat(second), some))
+            block.num_bytes += min(_markup_bytes(line), _LINE_BYTES)
+            block.lines.append((rank, second, line))
             block.is_sent = False
-            start += len(some)
 
     def _newest_block(self) -> LogBlock:
         return self._blocks[-1] if self._blocks else self._add_block()
@@ -213,15 +208,8 @@ def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
     return list(zip(seconds, lines, strict=True))
 
 
-def _open_line(rank: RankState) -> _Timed:
-    """Return the unfinished line as (second at which it began, text)."""
-    seconds = (second for start, second in reversed(rank.times) if start <= rank.num_lines)
-    return next(seconds, None), rank.tail[-1]
-
-
 def _markup_bytes(line: str) -> int:
-    num_special = sum(map(line.count, "<>&'\""))
-    return len(line.encode(errors="replace")) + 4 * num_special + _COLOUR_BYTES * line.count("\x1b")
+    return len(escape(line).encode(errors="replace")) + _COLOUR_BYTES * line.count("\x1b")
 
 
 def _cut(line: str) -> str:
@@ -248,7 +236,7 @@ class LogView:
     ) -> None:
         self._all_ranks = LogWindow(range(state.world_size))
         self._window = self._all_ranks
-        self._is_follow_asked = False
+        self._follow_asked = threading.Event()
         self._saved = saved
         # The number of the block that each widget shows.
         self._shown: dict[int, int] = {}
@@ -274,7 +262,7 @@ class LogView:
         )
         about = "Go to the newest line and follow the output"
         classes = "na-small-button na-follow"
-        follow = widgets.button("↓ newest", about, self._on_follow, classes)
+        follow = widgets.button("↓ newest", about, self._follow_asked.set, classes)
         about = "Give a link that saves the output of these ranks as a file"
         save = widgets.button("Save", about, self._on_save)
         self._link = widgets.make(ipywidgets.HTML, classes="na-link")
@@ -302,9 +290,14 @@ class LogView:
         ranks = tuple(range(state.world_size)) if chosen is None else (chosen,)
         if (self._window.ranks, self._window.words) != (ranks, words):
             is_all = chosen is None and not words
-            self._switch_to(self._all_ranks if is_all else LogWindow(ranks, words), state)
-        if self._is_follow_asked:
-            self._is_follow_asked = False
+            self._window = self._all_ranks if is_all else LogWindow(ranks, words)
+            self._window.read(state)
+            self._window.forget_sent()
+            for index in list(self._shown):
+                self._clear(index)
+            self._follow_asked.set()
+        if self._follow_asked.is_set():
+            self._follow_asked.clear()
             old, self._scroll = self._scroll, self._make_scroll_box()
             self.box.children = (self._bar, self._scroll)
             old.close()
@@ -315,23 +308,10 @@ class LogView:
         (self._title.remove_class if words else self._title.add_class)("na-optional")
         return self._send_block()
 
-    # ---- clicks, which may come from another thread ----
-
     def _on_save(self) -> None:
         self._link.value = str(self._saved(self.chosen))
 
-    def _on_follow(self) -> None:
-        self._is_follow_asked = True
-
     # ---- drawing ----
-
-    def _switch_to(self, window: LogWindow, state: RunState) -> None:
-        self._window = window
-        window.read(state)
-        window.forget_sent()
-        for index in list(self._shown):
-            self._clear(index)
-        self._is_follow_asked = True
 
     def _send_block(self) -> bool:
         # The newest block and those before it take turns: where lines keep coming, the newest one

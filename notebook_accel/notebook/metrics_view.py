@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class MetricsView:
         # The values of these steps, more than the curves of a run have of them.
         self._steps_read: tuple[float, float] | None = None
         self._detail: dict[str, list[Point]] = {}
-        self._is_csv_asked = False
+        self._csv_asked = threading.Event()
         self._drawn: tuple[Any, ...] = ()
         self._drawn_at = 0.0
         self._groups: dict[str, list[str]] = {}
@@ -73,7 +74,7 @@ class MetricsView:
             classes="na-search na-range",
         )
         self._link = widgets.make(ipywidgets.HTML, classes="na-csv")
-        csv_button = widgets.button("CSV", _CSV_TOOLTIP, self._on_csv)
+        csv_button = widgets.button("CSV", _CSV_TOOLTIP, self._csv_asked.set)
         about = "The metrics before these"
         self._before = widgets.button("← back", about, lambda: self._turn(-1))
         self._after = widgets.button("more →", "More metrics", lambda: self._turn(1))
@@ -94,13 +95,11 @@ class MetricsView:
             self._steps_read, self._detail = steps, self._read(steps)
         chosen = (self._group.value, self._page, is_log, smoothing, steps)
         key = (*chosen, curves.version)
-        if key == self._drawn and not self._is_csv_asked:
+        is_csv_asked, names = self._csv_asked.is_set(), curves.names
+        if not names or (key == self._drawn and not is_csv_asked):
             return
-        is_calm = self._drawn[:-1] == chosen and not self._is_csv_asked
+        is_calm = self._drawn[:-1] == chosen and not is_csv_asked
         if is_calm and now < self._drawn_at + _DRAW_SECONDS:
-            return
-        names = curves.names
-        if not names:
             return
         self._drawn, self._drawn_at = key, now
         if len(names) != len(self._groups.get("", ())):
@@ -123,7 +122,7 @@ class MetricsView:
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else 0
         points = {name: self._points(name, curve) for name, curve in charts.items()}
-        before = self._original.points()
+        before = self._original.curves()
         markup = render_charts(
             charts,
             is_log=is_log,
@@ -131,11 +130,11 @@ class MetricsView:
             num_places=num_places,
             points=points,
             original=self._original.label,
-            before={name: _between(before[name], steps) for name in before},
+            before={name: _between(before[name].points(), steps) for name in before},
         )
         self._charts.value = str(markup)
-        if self._is_csv_asked:
-            self._is_csv_asked = False
+        if is_csv_asked:
+            self._csv_asked.clear()
             table = io.StringIO()
             rows = ((name, f"{x:.0f}", y) for name, found in points.items() for x, y in found)
             csv.writer(table).writerows([("metric", "step", "value"), *rows])
@@ -172,9 +171,6 @@ class MetricsView:
         (self._group.remove_class if len(options) > 2 else self._group.add_class)("na-hidden")
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
-
-    def _on_csv(self) -> None:
-        self._is_csv_asked = True
 
     def _turn(self, step: int) -> None:
         self._page = max(0, self._page + step)

@@ -1,8 +1,7 @@
-"""Choose how a run is shown: the table of views by the names that ``notebook_launcher`` takes."""
+"""Choose how a run is shown, by the names that ``notebook_launcher`` takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -115,23 +114,6 @@ def _number_of_cell() -> int | None:
     return number
 
 
-def _text(kernel: Any, waits: bool, is_cell: bool) -> View:
-    if kernel is None:
-        return PlainView(is_cell=is_cell)
-    # Where no updates are drawn, the cell that waits for a run in the background has its output.
-    waits = waits or not clicks.draws_updates(kernel)
-    return Transcript(waits=waits, is_cell=is_cell)
-
-
-def _widgets(kernel: Any, waits: bool, is_cell: bool) -> View:
-    if kernel is None:
-        raise ConfigError(
-            "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
-            "take view='text'"
-        )
-    return dashboard_in(kernel, waits=waits, is_cell=is_cell)
-
-
 def dashboard_in(
     kernel: Any, *, waits: bool = True, is_cell: bool = False, slot: DisplaySlot | None = None
 ) -> Dashboard:
@@ -141,26 +123,30 @@ def dashboard_in(
     return kind(way, waits=waits, is_cell=is_cell, slot=slot)
 
 
-# Each takes the kernel in which the launcher was called, None in a terminal or plain Python.
-VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
-    "auto": lambda kernel, *how: (_widgets if _is_watched(kernel) else _text)(kernel, *how),
-    "widgets": _widgets,
-    "text": _text,
-    "none": lambda kernel, *_: PlainOnDemand() if kernel is None else OnDemand(),
-}
-
-
-def _is_watched(kernel: Any) -> bool:
-    return kernel is not None and clicks.can_answer(kernel) and clicks.draws_updates(kernel)
-
-
 def choose_view(view: str | View, *, waits: bool = True, is_cell: bool = False) -> View:
     """Make the view for this kernel or terminal; ConfigError if it cannot be shown here.
 
-    ``view`` is one of :data:`VIEWS`, or a view that is made already.
+    ``view`` is a name that ``notebook_launcher`` takes, or a view that is made already.
     """
     if isinstance(view, View):
         return view
-    if not isinstance(view, str) or view not in VIEWS:
-        raise ConfigError(f"view={shown(view)}: expected one of {', '.join(map(repr, VIEWS))}")
-    return VIEWS[view](clicks.find_kernel(), waits, is_cell)
+    kernel = clicks.find_kernel()
+    draws_updates = clicks.draws_updates(kernel)
+    if view == "auto":
+        is_watched = kernel is not None and clicks.can_answer(kernel) and draws_updates
+        view = "widgets" if is_watched else "text"
+    if view == "none":
+        return PlainOnDemand() if kernel is None else OnDemand()
+    if view == "text" and kernel is None:
+        return PlainView(is_cell=is_cell)
+    if view == "text":
+        # Where no updates are drawn, the cell that waits for a background run has its output.
+        return Transcript(waits=waits or not draws_updates, is_cell=is_cell)
+    if view != "widgets":
+        raise ConfigError(f"view={shown(view)}: expected one of 'auto', 'widgets', 'text', 'none'")
+    if kernel is None:
+        raise ConfigError(
+            "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
+            "take view='text'"
+        )
+    return dashboard_in(kernel, waits=waits, is_cell=is_cell)

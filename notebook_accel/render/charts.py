@@ -20,7 +20,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from operator import itemgetter
 from pathlib import Path
 
 from markupsafe import Markup
@@ -43,8 +42,6 @@ _GREY = "#808080"
 _PALE = {"stroke": _GREY, "opacity": 0.7, "stroke_width": 1}
 # What the curve of the run that is cloned, or goes on, is called below the pointer.
 ORIGINAL = "original"
-_STEP = itemgetter(0)
-_VALUE = itemgetter(1)
 # The box that stretches, in units of its own: the curve lies between _TOP and _BOTTOM.
 _WIDTH, _HEIGHT, _TOP, _BOTTOM = 480, 400, 24, 376
 # Points of a curve; more make the message and the notebook larger, not the picture.
@@ -72,27 +69,14 @@ _LEFT, _LABEL_CHARACTER = 54, 6.7
 
 
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
-    """Reduce a curve to at most ``limit`` points, so that no peak is lost.
-
-    Each of equally long stretches keeps its lowest, its highest and its first not finite point.
-    """
+    """Reduce a curve to at most ``limit`` points, so that no peak and no gap is lost."""
     if len(points) <= limit:
         return list(points)
-    points = sorted(points, key=_STEP)
-    first, last = points[0], points[-1]
-    num = (limit - 2) // (2 if all(math.isfinite(y) for _, y in points) else 3)
-
-    def number(point: Point) -> int:
-        return int(_share(point[0], first[0], last[0]) * num * (1 - 1e-9))
-
-    kept = [first]
-    for _, stretch in groupby(points, key=number):
-        found = list(stretch)
-        finite = [point for point in found if math.isfinite(point[1])]
-        picked = {min(finite, key=_VALUE), max(finite, key=_VALUE)} if finite else set()
-        picked.update([point for point in found if not math.isfinite(point[1])][:1])
-        kept.extend(sorted(picked - {first, last}))
-    return [*kept, last]
+    of_each = 2 if all(math.isfinite(y) for _, y in points) else 3
+    coarse = Curve((limit - 2) // of_each)
+    for point in points:
+        coarse.add(*point)
+    return coarse.points()
 
 
 # ---- the one renderer ----------------------------------------------------------------------
@@ -464,7 +448,12 @@ def _texts(
     for column in range(columns):
         x = drawn.first + (drawn.last - drawn.first) * (column + 0.5) / columns
         near = [name for name, (first, last) in ends.items() if first <= x <= last]
-        there.append({name: _nearest(curves[name], x) for name in near})
+        seen = {}
+        for name in near:
+            after = bisect_right(curves[name], x, key=lambda point: point[0])
+            around = curves[name][max(0, after - 1) : after + 1]
+            seen[name] = min(reversed(around), key=lambda point: abs(point[0] - x))
+        there.append(seen)
     if rows == 1:
         return [_said_of(seen) for seen in there]
     texts = []
@@ -501,9 +490,3 @@ def _marks(curve: Curve, drawn: _Drawn) -> list[Markup]:
         left = f"left:{_share(step, drawn.first, drawn.last):.1%}"
         marks.append(element("u", element("span", text), style=left))
     return marks
-
-
-def _nearest(points: Sequence[Point], x: float) -> Point:
-    after = bisect_right(points, x, key=_STEP)
-    around = points[max(0, after - 1) : after + 1]
-    return min(reversed(around), key=lambda point: abs(point[0] - x))

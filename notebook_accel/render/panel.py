@@ -57,7 +57,7 @@ AskedStacks: TypeAlias = "tuple[str, Sequence[tuple[str, str]]]"
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """The facts that the panel shows in addition to the run's state; ``Dashboard`` collects them.
+    """The facts that the panel shows in addition to the run's state; ``LivePanel`` collects them.
 
     Attributes:
         now: wall time in seconds.

@@ -8,17 +8,15 @@ readable without any style. Its styles are inline, in tones for light and dark p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, TypeAlias
 
 from markupsafe import Markup
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.curves import NotFinite, to_draw
+from notebook_accel.launch.control.curves import Curve, to_draw
 from notebook_accel.launch.control.folded_frames import fold_frames
-from notebook_accel.launch.control.plotting import Point, metric_curves
 from notebook_accel.launch.control.run_state import RESCUED, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
@@ -94,7 +92,7 @@ _BUTTON = (
 )
 COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
 # What the run is called that another one is a clone of, or goes on with, and its curves.
-_Before: TypeAlias = tuple[str, Mapping[str, Sequence[Point]]]
+_Before: TypeAlias = tuple[str, Mapping[str, Curve]]
 # Pages typeset "$5 or $6" as mathematics, unless a class tells them not to.
 NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
@@ -149,7 +147,7 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
 
 def render_snapshot(
     state: RunState,
-    metrics: Iterable[Mapping[str, Any]] = (),
+    curves: Mapping[str, Curve] | None = None,
     *,
     now: float | None = None,
     with_output: bool = True,
@@ -160,6 +158,7 @@ def render_snapshot(
     """Return the summary of a run: ranks, notices, errors, metrics, output.
 
     Args:
+        curves: of rank 0, which alone logs, by the metrics' names.
         now: wall time in seconds, for a run that still goes on; None for one that has ended.
         with_output: False where it is printed already.
         with_displays: False where each display is an output of its own.
@@ -169,8 +168,6 @@ def render_snapshot(
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
-    # Of rank 0, which alone logs.
-    curves = {name: next(iter(found.values())) for name, found in metric_curves(metrics).items()}
     stacks = [] if asked_stacks is None else [asked_stacks]
     if state.hang is not None and state.hang.stacks:
         stacks.insert(0, ("stacks of the ranks", stacks_of_hang(state.hang)))
@@ -185,7 +182,7 @@ def render_snapshot(
             for title, found in stacks
         ),
         _failure(state),
-        _metrics(curves, original),
+        _metrics(curves or {}, original),
         _other_displays(state),
     ]
     if with_output:
@@ -296,7 +293,7 @@ def _other_displays(state: RunState) -> Markup:
 # ---- metrics -------------------------------------------------------------------------------
 
 
-def _metrics(curves: Mapping[str, Sequence[Point]], original: _Before) -> Markup:
+def _metrics(curves: Mapping[str, Curve], original: _Before) -> Markup:
     if not curves:
         return Markup("")
     # A knob that was set before the first value comes last all the same.
@@ -304,7 +301,7 @@ def _metrics(curves: Mapping[str, Sequence[Point]], original: _Before) -> Markup
     names = [*first, *(name for name in curves if name not in first)]
     label, before = original
     drawn = {
-        name: {"": curves[name], **({ORIGINAL: before[name]} if before.get(name) else {})}
+        name: {"": curves[name], **({ORIGINAL: before[name]} if name in before else {})}
         for name in names[:MAX_PLOTS]
     }
     is_there = any(len(each) > 1 for each in drawn.values())
@@ -313,7 +310,7 @@ def _metrics(curves: Mapping[str, Sequence[Point]], original: _Before) -> Markup
     others = names[MAX_PLOTS:]
     if others:
         values = [
-            f"{name_of(name)} {wording.number(curves[name][-1][1])}"
+            f"{name_of(name)} {wording.number(curves[name].last)}"
             for name in others[: summary.MAX_NAMED_METRICS]
         ]
         hidden = len(others) - summary.MAX_NAMED_METRICS
@@ -323,7 +320,7 @@ def _metrics(curves: Mapping[str, Sequence[Point]], original: _Before) -> Markup
     return join(parts)
 
 
-def draw_metrics(metrics: Mapping[str, Mapping[str, Sequence[Point]]], **how: Any) -> Markup:
+def draw_metrics(metrics: Mapping[str, Mapping[str, Curve]], **how: Any) -> Markup:
     """Return charts of metrics, each with the curves of runs by what these are called.
 
     ``how`` is that of ``saved_chart``.
@@ -337,20 +334,20 @@ def draw_metrics(metrics: Mapping[str, Mapping[str, Sequence[Point]]], **how: An
     return element("div", *plots, style=row)
 
 
-def _plot(name: str, curves: Mapping[str, Sequence[Point]], how: Mapping[str, Any]) -> list[Markup]:
-    points = next(iter(curves.values()))
-    first, last = (wording.number(value) for _, value in (points[0], points[-1]))
+def _plot(name: str, curves: Mapping[str, Curve], how: Mapping[str, Any]) -> list[Markup]:
+    points = {called: curve.points() for called, curve in curves.items()}
+    own = next(iter(points.values()))
+    first, last = (wording.number(value) for _, value in (own[0], own[-1]))
     value = "" if how.get("colours") else f"\N{NO-BREAK SPACE} {last}"
     parts = [element("div", element("b", name_of(name)), value)]
     if len(curves) > 1 and not how.get("colours") and ORIGINAL not in curves:
         about = f"in colour: {next(iter(curves))}"
         parts.append(element("div", about, style=f"{MUTED};font-size:11px"))
-    if max(map(len, curves.values())) > 1:
-        alt = f"{name_of(name)}: {first} → {last} at step {wording.count(points[-1][0])}"
-        parts.append(charts.saved_chart(curves, alt=alt, **how))
-    for called, points in [*curves.items()][: 1 if ORIGINAL in curves else None]:
-        found = reduce(lambda found, point: found.and_then(*point), points, NotFinite())
-        if note := not_finite_note(found):
+    if max(map(len, points.values())) > 1:
+        alt = f"{name_of(name)}: {first} → {last} at step {wording.count(own[-1][0])}"
+        parts.append(charts.saved_chart(points, alt=alt, **how))
+    for called, curve in [*curves.items()][: 1 if ORIGINAL in curves else None]:
+        if note := not_finite_note(curve.not_finite):
             style = f"font-size:11px;color:{COLOURS['stopped']}"
             parts.append(element("div", f"{called}: {note}" if called else note, style=style))
     return parts

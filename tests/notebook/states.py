@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from notebook_accel import wire
+from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
 
 __all__ = ["after", "logged", "metrics", "running", "succeeded", "with_failed"]
@@ -50,17 +50,10 @@ def with_failed(state: RunState, ranks: Iterable[int], *, error: str = "") -> Ru
     return replace(state, status="failed", ended=1042.0, failure=Failure(message=error))
 
 
-def metrics(names: Iterable[str], *, ranks: int = 2, steps: int = 100) -> list[dict[str, Any]]:
-    """Rows as ``run.metrics`` has them: curves that fall."""
-    return [
-        {
-            "time": 1000.0,
-            "rank": rank,
-            "step": step,
-            "name": name,
-            "value": math.exp(-step / 30) + 0.01 * rank,
-        }
-        for name in names
-        for step in range(steps)
-        for rank in range(ranks)
-    ]
+def metrics(names: Iterable[str], *, steps: int = 100) -> dict[str, Curve]:
+    """Curves that fall, by their names."""
+    curves = {name: Curve() for name in names}
+    for curve in curves.values():
+        for step in range(steps):
+            curve.add(step, math.exp(-step / 30))
+    return curves

@@ -96,8 +96,8 @@ def test_what_github_keeps_of_a_summary_says_it_all() -> None:
         wire.Bar(rank=0, bar=0, name="epochs", n=1, total=3),
     )
     error = "rank 1 failed: ValueError: bad\n\nCell In[3], line 7"
-    rows = metrics([f"metric-{number}" for number in range(9)])
-    snapshot = render_snapshot(with_failed(state, [1], error=error), rows)
+    curves = metrics([f"metric-{number}" for number in range(9)])
+    snapshot = render_snapshot(with_failed(state, [1], error=error), curves)
     output = new_output("display_data", data=snapshot.bundle)
     notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
     # What it does not keep it would show as text here, tags and all.

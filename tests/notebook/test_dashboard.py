@@ -14,6 +14,7 @@ import ipywidgets
 import pytest
 
 from notebook_accel import wire
+from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.notebook import dashboard, display_slot, live_panel
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
 from notebook_accel.notebook.dashboard import Dashboard
@@ -85,7 +86,7 @@ class Shown:
             log_dir="/runs/1",
             _clone=None,
             _call=SimpleNamespace(
-                can_act=False, curves=None, metrics=SimpleNamespace(sample=list), **more
+                can_act=False, curves=LiveCurves(), metrics=SimpleNamespace(sample=list), **more
             ),
             **more,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel import wire
+from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.run_state import RESCUED, Failure
 from notebook_accel.launch.control.verdict import judge
@@ -269,10 +270,10 @@ def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
 
 def test_no_metric_vanishes_without_a_word() -> None:
     names = [f"metric-{number}" for number in range(30)]
-    page = Tags(render_snapshot(running(1), metrics(names, ranks=1)).html)
+    page = Tags(render_snapshot(running(1), metrics(names)).html)
     assert [name for name in names if name not in page.text] == []
     names = [f"metric-{number}" for number in range(100)]
-    page = Tags(render_snapshot(running(1), metrics(names, ranks=1, steps=2)).html)
+    page = Tags(render_snapshot(running(1), metrics(names, steps=2)).html)
     assert "… and 34 more in run.metrics" in page.text
 
 
@@ -328,10 +329,8 @@ def hostile() -> RunState:
 
 
 def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:
-    rows = [{"rank": 0, "step": 0, "name": name, "value": 1.0} for name in HOSTILE_NAMES]
-    rows += [{**row, "step": 1, "rank": rank} for row in rows[:10] for rank in range(20)]
-    state = hostile()
-    for snapshot in (render_snapshot(state, rows), render_slim(state)):
+    state, curves = hostile(), metrics(HOSTILE_NAMES, steps=2)
+    for snapshot in (render_snapshot(state, curves), render_slim(state)):
         assert message_bytes(snapshot.html) <= MAX_BYTES
         assert len(snapshot.text) <= 20_000
         for text in (snapshot.html, snapshot.text):
@@ -340,13 +339,13 @@ def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:
 
 
 def test_metrics_that_are_not_finite_keep_their_chart_and_say_so() -> None:
-    rows = metrics(["loss", "bad", "some"], ranks=1, steps=100)
-    for row in rows:
-        if row["name"] == "bad" or (row["name"] == "loss" and row["step"] > 40):
-            row["value"] = math.nan
-        if row["name"] == "some" and row["step"] in (3, 50):
-            row["value"] = math.inf
-    page = Tags(render_snapshot(running(1), rows).html)
+    curves = {name: Curve() for name in ("loss", "bad", "some")}
+    for step in range(100):
+        value = math.exp(-step / 30)
+        curves["loss"].add(step, math.nan if step > 40 else value)
+        curves["bad"].add(step, math.nan)
+        curves["some"].add(step, math.inf if step in (3, 50) else value)
+    page = Tags(render_snapshot(running(1), curves).html)
     assert page.tags.count("img") == 6
     assert "not finite since step 41" in page.text
     assert "not finite since step 0" in page.text

@@ -281,7 +281,8 @@ class Sweep:
                 self._look()
             if self._error is None and self._is_fruitless() and not self._stop_asked.is_set():
                 self._error = self._never_logged()
-            self._draw(is_last=True)
+            # An error in what is shown ends no training.
+            self._guard(self._draw, True)
         finally:
             self._folder.let_go()
             self._ended.set()
@@ -404,7 +405,7 @@ class Sweep:
         for trial in [each for each in self._paused if each.has_ended]:
             self._paused.remove(trial)
             self._take_leave(trial)
-        self._draw()
+        self._guard(self._draw, False)
 
     def _take_leave(self, trial: Trial) -> None:
         has_failed = trial.run.status == "failed"
@@ -472,11 +473,7 @@ class Sweep:
         trials = table.in_order([*self._trials], self._mode)
         return table.as_bundle(f"sweep of {self._title()}", trials, self._metric, self._notes())
 
-    def _draw(self, *, is_last: bool = False) -> None:
-        # An error in what is shown ends no training.
-        self._guard(self._draw_unguarded, is_last)
-
-    def _draw_unguarded(self, is_last: bool) -> None:
+    def _draw(self, is_last: bool) -> None:
         panel = self._panel
         if panel is not None:
             panel.follow()
