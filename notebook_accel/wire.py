@@ -34,7 +34,7 @@ import msgspec
 
 # A template says it first, and a machine as it joins: the other side compares it. Raise it with
 # every change of a message: a kernel and the processes that it starts may be of two versions.
-VERSION = 22
+VERSION = 23
 
 
 # What a knob may hold.
@@ -252,10 +252,10 @@ class Alive(Message, frozen=True, kw_only=True):
 
 
 class PortReserved(Message, frozen=True, kw_only=True):
-    """From the agent with rank 0, if there are several agents: the MASTER_PORT of a new call.
+    """From the agent with rank 0, by the kernel to the others: the MASTER_PORT of a new call.
 
-    The kernel sends a call to this agent first. The agent reserves a port and sends this message;
-    then the kernel sends the call, with the port, to the other agents.
+    The other agents hold the call, and what comes after it, until they have this message. Only
+    ``Kill`` is not held, since it ends the ranks in any case.
     """
 
     port: int

@@ -136,6 +136,8 @@ class Agent:
         self._ports = RunPorts(launch)
         self._group_generation = 0
         self._is_shutting_down = False
+        # A call and what came after it, until the agent of rank 0 has named the port of its ranks.
+        self._held: list[tuple[wire.Message, list[int]]] = []
         self._next_alive = 0.0
         # What ranks have logged, until it is passed on.
         self._metrics: list[wire.Metric] = []
@@ -304,9 +306,19 @@ class Agent:
             self._kernel_gone()
             return
         for message, fds in messages:
-            self._handle_kernel_message(message, fds)
-            for fd in fds:
-                os.close(fd)
+            due = [(message, fds)]
+            needs_port = isinstance(message, wire.BeginCall) and not self._has_rank_0
+            if isinstance(message, wire.PortReserved):
+                due, self._held = self._held, []
+                begin = msgspec.structs.replace(due[0][0], master_port=message.port)
+                due[0] = begin, due[0][1]
+            elif needs_port or (self._held and not isinstance(message, wire.Kill)):
+                self._held += due
+                continue
+            for one, its_fds in due:
+                self._handle_kernel_message(one, its_fds)
+                for fd in its_fds:
+                    os.close(fd)
 
     def _handle_kernel_message(self, message: wire.Message, fds: Sequence[int]) -> None:
         if isinstance(message, wire.BeginCall):

@@ -9,8 +9,9 @@ about the running call to that call, and calls its ``tick`` several times a seco
 when all rank processes have ended; those of a lost agent count as ended.
 
 Agents have no connection to each other, so the pool tells them what they must know of each other:
-the MASTER_PORT of the process group (several_agents.py), that a rank has failed, at which point all
-ranks stop or do another action (common_actions.py), and that every rank's part of a call has ended.
+the MASTER_PORT of the process group, which the agent of rank 0 chooses, that a rank has failed, at
+which point all ranks stop or do another action (common_actions.py), and that every rank's part of a
+call has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,12 +34,14 @@ from notebook_accel import wire
 from notebook_accel.actions.common_actions import CommonActions, ended
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink, LostAgent
-from notebook_accel.launch.control.run_state import ProcessState, RunState, apply_to_processes
-from notebook_accel.launch.control.several_agents import MessagesForOthers
+from notebook_accel.launch.control.run_state import ProcessState, apply_to_processes
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.system.interrupts import Latch, held
 from notebook_accel.system.own_files import open_log
 from notebook_accel.system.processes import describe_exit, is_readable
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.call import RankCall
 
 # While a call runs: views draw five times a second, and time-outs are told in seconds.
 _TICK_SECONDS = 0.1
@@ -55,23 +58,6 @@ _DEAF_SECONDS = 3.0
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
 _HAS_ENDED = "the run has ended"
-
-
-class RunningCall(Protocol):
-    """What a pool uses of the call that its ranks run; :class:`RankCall` implements it."""
-
-    number: int
-    state: RunState
-
-    @property
-    def is_over(self) -> bool: ...
-    def begin(self, number: int) -> None: ...
-    def take(self, message: wire.Message, fds: Sequence[int]) -> None: ...
-    def lose(self, ranks: Sequence[int]) -> None: ...
-    def tick(self) -> None: ...
-    def note_stop(self) -> bool: ...
-    def note_pause(self, is_paused: bool) -> None: ...
-    def finish(self, lost: Sequence[LostAgent]) -> None: ...
 
 
 class RankPool:
@@ -107,8 +93,6 @@ class RankPool:
         # Those that are not lost; only the pool's thread takes one out.
         self._links = list(links)
         self._all_links = tuple(links)
-        self._first = links[0]  # the agent with rank 0
-        self._has_several = len(links) > 1
         self._log_dir = log_dir
         # For each rank whose output is sent here: by which agent, the number of the stream, and the
         # bytes that its file has of an attempt before.
@@ -123,7 +107,7 @@ class RankPool:
         self._uses_channels = False
         # Held by the pool's thread while it handles messages and draws: to take it pauses the pool.
         self._turn = threading.Lock()
-        self._call: RunningCall | None = None
+        self._call: RankCall | None = None
         self._num_calls = 0
         self._group_generation = 0
         self._is_shutting_down = False
@@ -131,7 +115,8 @@ class RankPool:
         self._kill_asked: float | None = None
         # The newest dump of each rank, and when it came.
         self._stacks: dict[int, tuple[float, str]] = {}
-        self._for_others = MessagesForOthers()
+        # Whether the agent of rank 0 has yet to name the port of the call, which the others await.
+        self._awaits_port = False
         self._actions = self._new_actions()
         self._end_asked: float | None = None  # when the call's end was asked for first
         self._has_announced_end = False  # whether agents were told of the call's end
@@ -161,7 +146,7 @@ class RankPool:
 
     # ---- calls -----------------------------------------------------------------------------
 
-    def send_call(self, call: RunningCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
+    def send_call(self, call: RankCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
         """Send a call to all ranks; the pool's thread then passes their messages to ``call``."""
         with held(), self._lock:
             self.check_free()
@@ -173,19 +158,20 @@ class RankPool:
                 group_generation=self._group_generation,
             )
             self._is_shutting_down = message.last
-            self._has_announced_end = not self._has_several
-            if self._has_several:
-                self._for_others.begin_call()
+            has_several = len(self._all_links) > 1
+            self._has_announced_end = not has_several
+            self._awaits_port = has_several
             self._call = call
             self._actions = self._new_actions()
             call.begin(self._num_calls)
             try:
                 # Where an agent is dead already, the pool's thread will notice and end the call.
                 self.send(message, fds)
-            except OSError:  # no agent has heard of it
-                self._drop_for_others()
+            except OSError:
                 self._call = None
                 call.begin(0)
+                if has_several:  # some may have heard of it
+                    self._send_kill()
                 raise
 
     def check_free(self) -> None:
@@ -256,10 +242,8 @@ class RankPool:
         try:
             while self._unsent:
                 links, message, fds = self._unsent.popleft()
-                is_kept = self._for_others.keep(message, fds)
                 for link in links:
-                    if link is self._first or not is_kept:
-                        link.post(message, fds)
+                    link.post(message, fds)
         finally:
             self._uses_channels = False
 
@@ -432,24 +416,14 @@ class RankPool:
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
         """Act on a message of one agent if it concerns the other agents.
 
-        ``PortReserved``: send the queued call to the agents without rank 0. ``RankFailed``: forward
-        it to the others. The rest may be an answer about an action (common_actions.py).
+        ``PortReserved`` and ``RankFailed`` are forwarded to the others. The rest may be an answer
+        about an action (common_actions.py).
         """
-        if isinstance(message, wire.PortReserved):
-            # The call goes to the other agents, which had to wait for the port of its ranks.
-            with self._channels():
-                for waiting, fds in self._for_others.release(message.port):
-                    for other in self._links:
-                        if other is not self._first:
-                            other.post(waiting, fds)
-        elif isinstance(message, wire.RankFailed):
+        if isinstance(message, (wire.PortReserved, wire.RankFailed)):
+            self._awaits_port &= not isinstance(message, wire.PortReserved)
             self.send(message, to=[other for other in self._links if other is not link])
         else:
             self._actions.take(link.rank_numbers, message)
-
-    def _drop_for_others(self) -> None:
-        with self._channels():
-            self._for_others.drop()
 
     def _new_actions(self) -> CommonActions:
         number, call = self._num_calls, self._call
@@ -489,10 +463,8 @@ class RankPool:
         if call is None:
             return
         call.lose(link.rank_numbers)
-        if self._for_others.is_waiting:
-            # The first agent is lost before it named the port. Ranks behind the other agents wait
-            # for this call, and nobody can send it to them any more.
-            self._drop_for_others()
+        if self._awaits_port and link is self._all_links[0]:
+            # It had rank 0, and is lost before it named the port for which the others wait.
             self._send_kill()
         self.send(wire.RankFailed(run=self.run, call=call.number))
         self._actions.look()
@@ -525,7 +497,7 @@ class RankPool:
             elif silent >= _TELL_SILENCE_SECONDS:
                 call.take(wire.Notice(call=call.number, text=link.silence), ())
 
-    def _has_all_output(self, call: RunningCall) -> bool:
+    def _has_all_output(self, call: RankCall) -> bool:
         """Return whether the whole output of the call from other machines has arrived here."""
         for state in call.state.ranks:
             link, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
@@ -534,7 +506,7 @@ class RankPool:
                 return False
         return True
 
-    def _end_call(self, call: RunningCall) -> None:
+    def _end_call(self, call: RankCall) -> None:
         with self._lock:
             self._call = None
             # With the call ends what was asked about it: no agent owes an answer any more.
@@ -552,7 +524,6 @@ class RankPool:
         with self._channels():
             for link in self._links:
                 link.channel.close()
-        self._drop_for_others()
         with self._lock:
             call, self._call = self._call, None
         self._actions.end(_HAS_ENDED)

@@ -62,6 +62,21 @@ def test_a_folder_that_cannot_be_entered_fails_the_call(agent: AgentByHand) -> N
     assert raised.type_name == "LaunchError"
 
 
+def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call(
+    agent: AgentByHand,
+) -> None:
+    def find_port() -> None:
+        assert os.environ["MASTER_PORT"] == "4321"
+
+    agent.launch(2, ranks=(wire.RankSpec(rank=1, local_rank=0),))
+    agent.call(find_port, last=True)
+    agent.say(wire.Stop)
+    agent.say(wire.PortReserved, port=4321)
+    agent.say(wire.CallEnded)
+    agent.wait_for(wire.PointReached)
+    agent.wait_for(wire.Returned)
+
+
 def test_a_second_call_finds_what_the_first_left(agent: AgentByHand) -> None:
     def leave() -> None:
         os.environ["LEFT"] = "here"
