@@ -15,7 +15,7 @@ some of its fields:
                   -> call.py take                    results, metrics and stacks of the call
                        -> run_state.py apply         what it changes of the call, as views draw it
 
-Ranks send messages of the classes with ``from_rank``, mostly through rank/this_rank.py, and report
+Ranks send messages of the classes in ``FROM_RANK``, mostly through rank/this_rank.py, and report
 the end of a call with ``Returned`` or ``Raised``. The agent passes these messages on to the kernel.
 
 The bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
@@ -28,7 +28,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -50,11 +50,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             rank processes.
         monotonic: the sender's ``time.monotonic()``, seconds.
         wall: the sender's ``time.time()``, seconds.
-        from_rank: whether a rank may send messages of this class at any time. During a call it may
-            also send ``Returned`` or ``Raised``; its agent drops messages of other classes.
     """
-
-    from_rank: ClassVar[bool] = False
 
     run: str = ""
     call: int = 0
@@ -88,15 +84,11 @@ class RankReady(Message, frozen=True, kw_only=True):
             threads, the first rank of the process.
     """
 
-    from_rank: ClassVar[bool] = True
-
     host: int = 0
 
 
 class CallStarted(Message, frozen=True, kw_only=True):
     """From a rank: it is about to call the function."""
-
-    from_rank: ClassVar[bool] = True
 
 
 class Metric(Message, frozen=True, kw_only=True):
@@ -108,16 +100,12 @@ class Metric(Message, frozen=True, kw_only=True):
         step: the step that the values belong to; None for no step.
     """
 
-    from_rank: ClassVar[bool] = True
-
     values: dict[str, float]
     step: int | None = None
 
 
 class Bar(Message, frozen=True, kw_only=True):
     """From a rank: the state of one progress bar."""
-
-    from_rank: ClassVar[bool] = True
 
     bar: int
     name: str
@@ -133,8 +121,6 @@ class Bar(Message, frozen=True, kw_only=True):
 class Displayed(Message, frozen=True, kw_only=True):
     """From a rank: rich output that it displayed, such as a figure."""
 
-    from_rank: ClassVar[bool] = True
-
     data: dict[str, str]
     display_id: str = ""
     replaces: bool = False
@@ -149,16 +135,12 @@ class Notice(Message, frozen=True, kw_only=True):
             "training" (device, precision and strategy of the training).
     """
 
-    from_rank: ClassVar[bool] = True
-
     text: str
     kind: str = "line"
 
 
 class Imported(Message, frozen=True, kw_only=True):
     """From rank 0, at the end of a call: modules of libraries that it had to import itself."""
-
-    from_rank: ClassVar[bool] = True
 
     names: tuple[str, ...]
 
@@ -192,8 +174,6 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
 
 class Collectives(Message, frozen=True, kw_only=True):
     """From a rank whose agent was asked for stacks: its newest collectives."""
-
-    from_rank: ClassVar[bool] = True
 
     begun: tuple[Collective, ...] = ()
 
@@ -274,8 +254,6 @@ class RankFailed(Message, frozen=True, kw_only=True):
 class KnobMade(Message, frozen=True, kw_only=True):
     """From rank 0: the function has made a knob, or the knob has a new value."""
 
-    from_rank: ClassVar[bool] = True
-
     name: str
     value: KnobValue
     low: float | None = None
@@ -286,8 +264,6 @@ class KnobMade(Message, frozen=True, kw_only=True):
 
 class Saved(Message, frozen=True, kw_only=True):
     """From rank 0: a checkpoint was written, whose folder is complete."""
-
-    from_rank: ClassVar[bool] = True
 
     folder: str
 
@@ -629,16 +605,9 @@ class Detach(Message, frozen=True, kw_only=True):
 
 
 class RunSnapshot(Message, frozen=True, kw_only=True):
-    """From the keeper of a detached run: the run's state.
-
-    Attributes:
-        rescued_as: Python code that gets the training state of a stopped run; "" if none was kept.
-    """
+    """From the keeper of a detached run: the run's state."""
 
     state: bytes
-    timeout: float | None = None
-    timed_out: bool = False
-    rescued_as: str = ""
 
 
 # ---- with a template -----------------------------------------------------------------------
@@ -854,6 +823,13 @@ class MachineAgentEnded(Message, frozen=True, kw_only=True):
     how: str
     traceback: str = ""
 
+
+# What a rank may send at any time. During a call it may also send Returned or Raised; its agent
+# drops messages of other classes.
+FROM_RANK = (
+    *(RankReady, CallStarted, Metric, Bar, Displayed, Notice, Imported, Collectives),
+    *(KnobMade, Saved),
+)
 
 M = TypeVar("M", bound=Message)
 

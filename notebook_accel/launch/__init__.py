@@ -23,8 +23,8 @@ names a file below ``notebook_accel/`` and what runs there; it hands over to the
         launch/run.py                  Run: the results
 
 The other modules are helpers of these: ``template/`` is the clean process from which agents are
-forked, ``payload/`` pickles and unpickles calls and results, ``transport/`` and
-``control/agent_link.py`` carry messages, ``agent/rank_process.py`` is the agent's record of a rank,
+forked, ``payload/`` pickles and unpickles calls and results, ``transport/``
+carries messages, ``agent/rank_process.py`` is the agent's record of a rank,
 ``control/run_state.py`` and ``control/verdict.py`` are pure functions, ``control/results.py`` keeps
 what ranks returned.
 

@@ -298,8 +298,6 @@ class AttachedCall(Call):
         self.ended.set()
 
     def _take(self, snapshot: wire.RunSnapshot) -> None:
-        self.timeout, self.timed_out = snapshot.timeout, snapshot.timed_out
-        self.rescued_as = snapshot.rescued_as
         if self.curves is not None:
             for row in self._new_metrics.read_new():
                 self.curves.add(row["rank"], row["step"], {row["name"]: row["value"]})

@@ -85,7 +85,7 @@ def serve(fd: int) -> None:
             launcher.send(raised)
         return
     try:
-        launcher.send(_snapshot(call))
+        launcher.send(wire.RunSnapshot(state=encode(call.state)))
         launcher.receive()
     except (OSError, EOFError, ProtocolError):
         if request.trial is None:  # nobody has the run's id, and no kernel can attach
@@ -99,15 +99,6 @@ def serve(fd: int) -> None:
         # What failed here costs the kernels their connections, never the training.
         listener.close()
         call.ended.wait(float("inf"))
-
-
-def _snapshot(call: Call) -> wire.RunSnapshot:
-    return wire.RunSnapshot(
-        state=encode(call.state),
-        timeout=call.timeout,
-        timed_out=call.timed_out,
-        rescued_as=call.rescued_as,
-    )
 
 
 def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> None:
@@ -159,7 +150,7 @@ class _Kernel:
                 pause = _LOOK_SECONDS
                 if seen is not self._call.state:
                     seen, begun = self._call.state, time.monotonic()
-                    snapshot = _snapshot(self._call)
+                    snapshot = wire.RunSnapshot(state=encode(seen))
                     # The states of many ranks that print much are large, and a kernel takes as
                     # long to read one as this process to write it.
                     pause = max(pause, _SHARE * (time.monotonic() - begun))

@@ -412,6 +412,7 @@ def _new_call(
         world_size=world_size,
         started=time.time(),
         notices=request.notices,
+        timeout=request.timeout,
         session="" if session is None else session.id,
         asked=request.asked,
         arguments=request.arguments,
@@ -542,8 +543,9 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
         error.run = run  # type: ignore[attr-defined]
         call.kill()
         call.ended.wait(_KILL_SECONDS)
-        if call.rescued_as and not error.args and not call.view.is_shown:
-            error.args = (RESCUED + call.rescued_as,)
+        rescued_as = call.state.rescued_as
+        if rescued_as and not error.args and not call.view.is_shown:
+            error.args = (RESCUED + rescued_as,)
 
 
 def _script(request: LaunchRequest) -> Callable[..., str]:

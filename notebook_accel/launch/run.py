@@ -125,18 +125,7 @@ class Run:
         Batches of prepared loaders and optimizer steps are no bars: ``run.state.ranks[r]`` counts
         those of rank r.
         """
-        return [
-            Progress(
-                rank=bar.rank,
-                name=bar.name,
-                n=bar.n,
-                total=bar.total,
-                rate=bar.rate,
-                elapsed=bar.elapsed,
-            )
-            for rank in self.state.ranks
-            for bar in rank.bars
-        ]
+        return [bar for rank in self.state.ranks for bar in rank.bars]
 
     # ---- results ---------------------------------------------------------------------------
 
@@ -275,11 +264,11 @@ class Run:
         if self.status != "stopped":
             return None
         # What the view's summary says is not said twice.
-        kept = "" if self._call.view.is_shown else self._call.rescued_as
+        kept = "" if self._call.view.is_shown else self.state.rescued_as
         kept = f"; {RESCUED}{kept}" if kept else ""
-        if self._call.timed_out:
+        if self.state.timed_out:
             text = (
-                f"the run was ended after timeout={self._call.timeout:g} s: pass a larger "
+                f"the run was ended after timeout={self.state.timeout:g} s: pass a larger "
                 f"timeout=, or leave it out{kept}"
             )
             return self._about_this(TimeoutError(text))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from notebook_accel.config import LaunchConfig
@@ -35,25 +35,12 @@ _MAX_RUNS = 50
 _MAX_HANDLES = 3
 
 
-@dataclass(frozen=True)
-class _ListedRun:
-    """An entry of the list: a run that this process launched or attached to.
-
-    Attributes:
-        handle: weak reference to the handle that the launch returned, so that the list does not
-            keep the run's results alive.
-    """
-
-    handle: weakref.ref[Run]
-    run: Run
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the list itself keeps the run's handle alive."""
-        return self.run is self.handle()
-
-
-_known: list[_ListedRun] = []
+# Handles without results, the newest last.
+_known: list[Run] = []
+# By id, the handles that launches returned, while somebody holds them.
+_handles: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+# Those that the list itself holds, since their launches raised; the newest last.
+_kept: dict[str, Run] = {}
 # The newest run with its results, if its handle is gone and they were never read: nobody has
 # assigned the value of the launch, and last_run() has them.
 _unread: Run | None = None
@@ -76,18 +63,21 @@ def add(run: Run) -> None:
         weakref.finalize(run, _keep_unread, call, call.results).atexit = False
     with held(), _lock:
         _unread = None
-        others = [known for known in _newest() if known.run.id != run.id]  # attached once more
-        _known[:] = [*others, _ListedRun(handle=weakref.ref(run), run=Run(call_of(run)))]
+        others = [known for known in _newest() if known.id != run.id]  # attached once more
+        _known[:] = [*others, Run(call)]
+        _handles[run.id] = run
 
 
 def _keep_unread(call: Call, results: Results) -> None:
     global _unread
     with held(), _lock:
-        if not results.was_read and _known and _known[-1].run.id == call.folder.id:
-            _unread = Run(call, results=results)
+        run_id = call.folder.id
+        is_newest = bool(_known) and _known[-1].id == run_id and run_id not in _handles
+        if is_newest and not results.was_read:
+            _handles[run_id] = _unread = Run(call, results=results)
 
 
-def _newest() -> list[_ListedRun]:
+def _newest() -> list[Run]:
     """Return the newest 50 runs of the list, and those older runs that must not be dropped.
 
     An older run must stay as long as it goes on, or the list keeps its rescued training state.
@@ -95,7 +85,7 @@ def _newest() -> list[_ListedRun]:
     old = [
         known
         for known in _known[:-_MAX_RUNS]
-        if not known.run.state.has_ended or (known.is_kept and known.run.state.has_rescued)
+        if not known.state.has_ended or (known.id in _kept and known.state.has_rescued)
     ]
     return [*old, *_known[-_MAX_RUNS:]]
 
@@ -108,14 +98,11 @@ def keep(run: Run) -> None:
     out those with one.
     """
     with held(), _lock:
-        for index, known in enumerate(_known):
-            if known.handle() is run:
-                _known[index] = replace(known, run=run)
-        kept = [index for index, known in enumerate(_known) if known.is_kept]
-        rescued = [index for index in kept if _known[index].run.state.has_rescued]
-        failed = [index for index in kept if index not in rescued]
-        for index in (*rescued[:-_MAX_HANDLES], *failed[:-_MAX_HANDLES]):
-            _known[index] = replace(_known[index], run=Run(call_of(_known[index].run)))
+        _kept[run.id] = run
+        rescued = [run_id for run_id, kept in _kept.items() if kept.state.has_rescued]
+        failed = [run_id for run_id in _kept if run_id not in rescued]
+        for run_id in (*rescued[:-_MAX_HANDLES], *failed[:-_MAX_HANDLES]):
+            del _kept[run_id]
 
 
 def expression(run_id: str) -> str:
@@ -125,7 +112,7 @@ def expression(run_id: str) -> str:
 
 def expression_now(run_id: str) -> str:
     """Return Python code that gets the run, by ``last_run()`` if no newer run is in the list."""
-    is_newest = bool(_known) and _known[-1].run.id == run_id
+    is_newest = bool(_known) and _known[-1].id == run_id
     return "import notebook_accel; notebook_accel.last_run()" if is_newest else expression(run_id)
 
 
@@ -154,8 +141,7 @@ def read_run(run_id: str, *, view: Callable[[], View] = PlainView) -> Run:
 
 def runs(*, everywhere: bool = False, view: Callable[[], View] = PlainView) -> list[Run]:
     """Return the runs in the list, the oldest first, for ``notebook_accel.runs``."""
-    unread = {} if _unread is None else {_unread.id: _unread}
-    here = [known.handle() or unread.get(known.run.id, known.run) for known in _newest()]
+    here = [_handles.get(known.id, known) for known in _newest()]
     if not everywhere:
         return here
     known = {run.id: run for run in here}

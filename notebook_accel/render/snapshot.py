@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import Curve, to_draw
-from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.run_state import RESCUED, RunState
+from notebook_accel.launch.control.stacks import fold_frames
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary

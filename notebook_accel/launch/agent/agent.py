@@ -457,7 +457,8 @@ class Agent:
             if isinstance(message, (wire.Returned, wire.Raised)):
                 may_say = rank.is_in_call and message.call == self._call
             else:
-                may_say = message.from_rank and message.call in (0, self._call)
+                is_of_rank = isinstance(message, wire.FROM_RANK)
+                may_say = is_of_rank and message.call in (0, self._call)
             if may_say:
                 stamped = msgspec.structs.replace(message, rank=rank.rank)
                 if isinstance(stamped, wire.Metric):

@@ -48,11 +48,10 @@ import msgspec
 
 from notebook_accel import wire
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
-from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.pool import AgentEnd, RankPool
 from notebook_accel.launch.control.results import Results, StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, apply, starting
@@ -102,17 +101,13 @@ class Call:
         curves: curves of the metrics for the live charts, while the call goes on; else None.
         number: number of the call among those of the same rank processes, from 1 on; 0 before it
             was sent.
-        rescued_as: if the call was stopped and its training state was kept, the code by which the
-            user gets that state; else "".
         can_act: whether :meth:`act` reaches the ranks.
     """
 
     can_act = False
     curves: LiveCurves | None = None
-    timed_out = False
     was_killed = False
     number = 0
-    rescued_as = ""
 
     def __init__(self, new: NewCall, *, results: Results | None = None) -> None:
         self.state = new.state
@@ -121,7 +116,6 @@ class Call:
         self.metrics = new.metrics
         self.view = new.request.view
         self.handle = new.handle
-        self.timeout = new.request.timeout
         self.results = results
         self.ended = Latch()
 
@@ -267,7 +261,8 @@ class RankCall(Call):
             packed.models,
             packed.uses_torch,
         )
-        self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        timeout = new.state.timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
         self._labels = {source.filename: source.label for source in request.sources}
         self._hangs = HangWatch(self._labels)
         self.curves = LiveCurves()
@@ -532,14 +527,15 @@ class RankCall(Call):
         if not self._is_time_over:
             self._is_time_over = True
             # It is not what ends a call that was stopped before, or whose ranks have all ended.
-            self.timed_out = not (self._is_stopped or self.is_over)
+            timed_out = not (self._is_stopped or self.is_over)
+            self._change(lambda state: replace(state, timed_out=timed_out))
             self.stop()
         else:
             self.press(self._num_stops)
             self._num_stops += 1
         self._deadline = time.monotonic() + self._pool.grace
 
-    def finish(self, lost: Sequence[LostAgent]) -> None:
+    def finish(self, lost: Sequence[AgentEnd]) -> None:
         """End the call: decide its verdict, draw the end, and set ``ended``.
 
         If the call has failed and may be restarted, it goes on with new ranks instead.
@@ -558,7 +554,7 @@ class RankCall(Call):
             self.curves = None
             self.ended.set()
 
-    def _begins_again(self, lost: Sequence[LostAgent]) -> bool:
+    def _begins_again(self, lost: Sequence[AgentEnd]) -> bool:
         """Restart the ranks if the call failed and a restart is left; return whether it did."""
         if self._start_again is None:
             return False
@@ -617,11 +613,11 @@ class RankCall(Call):
                 self.state, status="failed", ended=self.state.now(), failure=failure
             )
 
-    def _judged(self, lost: Sequence[LostAgent]) -> Verdict:
+    def _judged(self, lost: Sequence[AgentEnd]) -> Verdict:
         folder = str(self.folder.path)
         return judge(self.state, is_stopped=self._is_stopped, lost=lost, log_dir=folder)
 
-    def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
+    def _set_final_state(self, lost: Sequence[AgentEnd]) -> None:
         """Set the final state by the verdict; save this state and the rescued training state."""
         self.metrics.flush()
         self.metrics.close()
@@ -647,9 +643,10 @@ class RankCall(Call):
         if results.has_rescued:
             unsaved = self.folder.save_rescued(results.rescued_bytes, results.rescued)
             loss = f". A restart loses {unsaved}: save it before" if unsaved else ""
-            self.rescued_as = f"{self.handle().rpartition('notebook_accel.')[2]}.rescued{loss}"
+            rescued_as = f"{self.handle().rpartition('notebook_accel.')[2]}.rescued{loss}"
             # Said only after the state was saved, which other kernels read: it is for this one.
-            state = apply(wire.Notice(text=RESCUED + self.rescued_as), state)
+            state = apply(wire.Notice(text=RESCUED + rescued_as), state)
+            state = replace(state, rescued_as=rescued_as)
         if lost_notice:
             state = apply(wire.Notice(text=lost_notice), state)
         self.state = state

@@ -17,14 +17,15 @@ from dataclasses import replace
 from typing import Any
 
 from notebook_accel import wire
-from notebook_accel.launch.control.collectives import differences, waits
 from notebook_accel.launch.control.hang import (
     Hang,
     RankStack,
     at_waits,
+    differences,
     find_hang,
     read_stack,
     text_of_difference,
+    waits,
 )
 from notebook_accel.launch.control.run_state import RankState, RunState
 

@@ -17,31 +17,32 @@ call has ended.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from notebook_accel import wire
 from notebook_accel.actions.common_actions import CommonActions, ended
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink, LostAgent
-from notebook_accel.launch.control.run_state import ProcessState, apply_to_processes
-from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.control.run_state import ProcessState, RunState, apply_to_processes
+from notebook_accel.launch.text.wording import rank_list
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.system.interrupts import Latch, held
 from notebook_accel.system.own_files import open_log
 from notebook_accel.system.processes import describe_exit, is_readable
 
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import RankCall
+_log = logging.getLogger(__name__)
 
 # While a call runs: views draw five times a second, and time-outs are told in seconds.
 _TICK_SECONDS = 0.1
@@ -58,6 +59,99 @@ _DEAF_SECONDS = 3.0
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
 _HAS_ENDED = "the run has ended"
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How an agent's process (the helper that watches the ranks of a machine) ended, in words.
+
+    Attributes:
+        ranks: the ranks that were lost with it, if any of them still ran.
+        traceback: traceback of the exception that ended the agent; "" if there was none.
+        likely: the likely cause, as a clause; "" lets the error name the usual cause of a SIGKILL
+            (out of memory, or killed by somebody).
+    """
+
+    how: str
+    traceback: str = ""
+    likely: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
+        """Return the ``AgentEnd`` of an agent that is killed since the kernel's own code failed."""
+        _log.warning("run %s cannot be conducted", run, exc_info=error)
+        how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
+        return cls(how, "".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentLink:
+    """The notebook kernel's connection to one agent of a run, with functions to end the agent.
+
+    An agent is the helper process that starts and watches the ranks of one machine. The engine
+    makes a link for each agent that it starts; the ``RankPool`` of the run uses it.
+
+    Attributes:
+        how_it_ended: waits at most some seconds for the end of the agent's process, and returns how
+            the process ended; None if unknown.
+    """
+
+    channel: Channel
+    ranks: tuple[wire.RankSpec, ...]
+    how_it_ended: Callable[[], AgentEnd | None]
+    kill: Callable[[], None]
+    launch_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        return tuple(spec.rank for spec in self.ranks)
+
+    def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        """Send a message to the agent without blocking.
+
+        What the socket cannot take now stays queued; the thread of the ``RankPool`` writes it
+        later. If the agent is gone, that thread notices it, and no error is raised here.
+
+        Raises:
+            OSError: this process may open no more file descriptors; nothing was sent.
+        """
+        self.channel.post(message, fds)
+        with contextlib.suppress(OSError, ValueError):
+            self.channel.flush(block=False)
+
+    def end(self) -> None:
+        """Kill the agent and its ranks; an error is logged, not raised, so that the run can end."""
+        try:
+            self.kill()
+        except Exception:  # whatever the system refuses, the run must end
+            _log.warning("the agent of %s could not be ended", self.rank_numbers, exc_info=True)
+
+    @property
+    def silence(self) -> str:
+        """Message for the user when the agent has sent nothing for 20 seconds (``RankPool``)."""
+        return (
+            f"the helper process that watches {rank_list(self.rank_numbers)} says nothing: it may "
+            "be stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "
+            "run.stop() ends it"
+        )
+
+
+class RunningCall(Protocol):
+    """What a pool uses of the call that its ranks run; :class:`RankCall` implements it."""
+
+    number: int
+    state: RunState
+
+    @property
+    def is_over(self) -> bool: ...
+    def begin(self, number: int) -> None: ...
+    def take(self, message: wire.Message, fds: Sequence[int]) -> None: ...
+    def lose(self, ranks: Sequence[int]) -> None: ...
+    def tick(self) -> None: ...
+    def note_stop(self) -> bool: ...
+    def note_pause(self, is_paused: bool) -> None: ...
+    def finish(self, lost: Sequence[AgentEnd]) -> None: ...
 
 
 class RankPool:
@@ -107,11 +201,11 @@ class RankPool:
         self._uses_channels = False
         # Held by the pool's thread while it handles messages and draws: to take it pauses the pool.
         self._turn = threading.Lock()
-        self._call: RankCall | None = None
+        self._call: RunningCall | None = None
         self._num_calls = 0
         self._group_generation = 0
         self._is_shutting_down = False
-        self._lost: list[LostAgent] = []
+        self._lost: list[AgentEnd] = []
         self._kill_asked: float | None = None
         # The newest dump of each rank, and when it came.
         self._stacks: dict[int, tuple[float, str]] = {}
@@ -146,7 +240,7 @@ class RankPool:
 
     # ---- calls -----------------------------------------------------------------------------
 
-    def send_call(self, call: RankCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
+    def send_call(self, call: RunningCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
         """Send a call to all ranks; the pool's thread then passes their messages to ``call``."""
         with held(), self._lock:
             self.check_free()
@@ -184,7 +278,7 @@ class RankPool:
         if self._call is not None:
             return "the ranks are still in a call: wait for it (run.wait()) or stop it (run.stop())"
         if self._lost:
-            how = self._lost[0].end.how
+            how = self._lost[0].how
             return f"the helper process that watches the ranks {how}: start them again"
         dead = [process for process in self.processes if process.status == "ended"]
         if dead:
@@ -452,7 +546,7 @@ class RankPool:
             if self._call is not None and self._links:
                 self._actions.look()
             return
-        self._lost.append(LostAgent(link.rank_numbers, end))
+        self._lost.append(replace(end, ranks=link.rank_numbers))
         self.processes = tuple(
             replace(process, status="ended", ended_by_agent=True)
             if process.rank in link.rank_numbers and process.rank not in ended
@@ -497,7 +591,7 @@ class RankPool:
             elif silent >= _TELL_SILENCE_SECONDS:
                 call.take(wire.Notice(call=call.number, text=link.silence), ())
 
-    def _has_all_output(self, call: RankCall) -> bool:
+    def _has_all_output(self, call: RunningCall) -> bool:
         """Return whether the whole output of the call from other machines has arrived here."""
         for state in call.state.ranks:
             link, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
@@ -506,7 +600,7 @@ class RankPool:
                 return False
         return True
 
-    def _end_call(self, call: RankCall) -> None:
+    def _end_call(self, call: RunningCall) -> None:
         with self._lock:
             self._call = None
             # With the call ends what was asked about it: no agent owes an answer any more.

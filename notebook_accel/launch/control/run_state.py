@@ -24,7 +24,7 @@ from notebook_accel.launch.text.terminal_text import Tail, append_output
 ENDED = ("succeeded", "failed", "stopped")
 # Begins the one notice that is good news.
 RESCUED = "what was being trained is kept: "
-S = TypeVar("S", "RankState", "RunState", "BarState", "Display")
+S = TypeVar("S", "RankState", "RunState", "Progress", "Display")
 # Lines kept of each rank's output: as many as a live panel can show.
 _MAX_TAIL_LINES = 2000
 # Bars kept of each rank: a long training with one bar an epoch, each of which stays (leave=True),
@@ -37,7 +37,9 @@ _MAX_DISPLAY_BYTES = 8_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One progress bar (tqdm) of a rank, as the public API shows it.
+    """One progress bar (tqdm) of a rank.
+
+    The fields that only views need are not shown in its ``repr``.
 
     Attributes:
         rank: number of the rank.
@@ -54,17 +56,11 @@ class Progress:
     total: float | None
     rate: float | None
     elapsed: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class BarState(Progress):
-    """A progress bar as the state keeps it, with fields that only views need."""
-
-    bar: int
-    unit: str
-    closed: bool
-    postfix: str = ""
-    depth: int = 0
+    bar: int = field(repr=False)
+    unit: str = field(repr=False)
+    closed: bool = field(repr=False)
+    postfix: str = field(default="", repr=False)
+    depth: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +132,7 @@ class RankState(wire.Usage):
     is_asked: bool = True
     pid: int | None = None
     status: str = "starting"
-    bars: tuple[BarState, ...] = ()
+    bars: tuple[Progress, ...] = ()
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
@@ -214,6 +210,10 @@ class RunState:
         session: id of the session whose ranks were called, and which owns the log files; "" if the
             ranks were started for this call alone.
         failure: why the run failed (verdict.py); None if it has not failed.
+        timeout: seconds after which the launch ends the run; None for no limit.
+        timed_out: whether the run was stopped because of that limit.
+        rescued_as: if the run was stopped and its training state was kept, the code by which the
+            user gets that state; else "". In the run's folder it is "", too: it is for this kernel.
         hang: which ranks wait for which others if the run hangs, or hung when its end was asked
             for; else None.
         notebook: file name of the notebook; "" if unknown.
@@ -233,6 +233,9 @@ class RunState:
     ended: float | None = None
     notices: tuple[str, ...] = ()
     failure: Failure | None = None
+    timeout: float | None = None
+    timed_out: bool = False
+    rescued_as: str = ""
     began: float | None = field(default=None, compare=False)
     session: str = ""
     hang: Hang | None = None
@@ -415,13 +418,13 @@ def _size(displays: list[Display]) -> int:
 @apply.register
 def _(message: wire.Bar, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
-        bar = BarState(rank=rank.rank, **_own_fields(message))
+        bar = Progress(rank=rank.rank, **_own_fields(message))
         return _changed(rank, bars=_with_bar(rank.bars, bar))
 
     return _change_rank(state, message.rank, change)
 
 
-def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
+def _with_bar(bars: tuple[Progress, ...], bar: Progress) -> tuple[Progress, ...]:
     """Return the bars with ``bar`` in place of that with its number, or at the end; 500 at most."""
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:

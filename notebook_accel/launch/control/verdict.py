@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from notebook_accel.launch.control.agent_link import LostAgent
-from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.hang import place_of_wait
+from notebook_accel.launch.control.pool import AgentEnd
 from notebook_accel.launch.control.run_state import Failure, RankState, RunState
+from notebook_accel.launch.control.stacks import fold_frames
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.system.processes import describe_exit, signal_name
@@ -117,7 +117,7 @@ class Verdict:
     failure: Failure | None = None
 
 
-def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_dir: str) -> Verdict:
+def judge(state: RunState, *, is_stopped: bool, lost: Sequence[AgentEnd], log_dir: str) -> Verdict:
     """Return the outcome of a run whose ranks have all ended."""
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
     # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave
@@ -295,20 +295,19 @@ def _describe_lost(cause: RankState, state: RunState) -> list[str]:
     return [f"{what}: {_SAME_CALLS}", "", backend]
 
 
-def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
-    end = lost.end
-    advice = f"Likely, {end.likely or LIKELY_CAUSES['SIGKILL']}; launch again."
-    if end.traceback:
-        own_error = f"Its own error:\n\n{end.traceback.rstrip()}"
+def _agent_failure(lost: AgentEnd, without_result: tuple[int, ...]) -> Failure:
+    advice = f"Likely, {lost.likely or LIKELY_CAUSES['SIGKILL']}; launch again."
+    if lost.traceback:
+        own_error = f"Its own error:\n\n{lost.traceback.rstrip()}"
         advice = f"Launch again; if it happens again, this says why. {own_error}"
     return Failure(
         message=(
-            f"the helper process that watches {rank_list(lost.ranks)} {end.how}, so that "
+            f"the helper process that watches {rank_list(lost.ranks)} {lost.how}, so that "
             f"{rank_list(without_result)} ended without a result. {advice}"
         ),
         rank=None,
         ranks=without_result,
-        traceback=end.traceback,
+        traceback=lost.traceback,
     )
 
 

@@ -44,22 +44,28 @@ class InlineEngine(Engine):
     def begin(
         self, plan: RankPlan, packed: PackedCall | None, new: NewCall
     ) -> Iterator[InlineCall]:
-        request, call = new.request, InlineCall(new)
+        request, results = new.request, Results(Registry())
+        call = InlineCall(new, results=results)
         yield call
         variables = {**request.environment, **_ALONE}
         try:
             with _environment(variables), _seeded(request.config.seed), let_through():
-                call.run(request)
+                call.become("running", pid=os.getpid())
+                failure = _call_function(request, results)
+                call.state = replace(call.state, failure=failure)
+                call.become("failed" if failure else "succeeded", returned=failure is None)
         except KeyboardInterrupt:
             # In the call, or held before it.
-            call.note_interrupt()
+            if not call.state.has_ended:
+                call.become("stopped")
             raise
         finally:
             call.metrics.close()
             lost_notice = call.folder.save(call.state)
             if lost_notice:
                 call.state = apply(wire.Notice(text=lost_notice), call.state)
-            call.drop_results()
+            # The list of runs keeps the call for longer than the user needs the results.
+            call.results = None
             request.view.close(call.state)
             call.ended.set()
 
@@ -69,64 +75,40 @@ class InlineCall(Call):
 
     metrics: MetricStore
 
-    def __init__(self, new: NewCall) -> None:
-        self._kept = Results(Registry())
-        super().__init__(new, results=self._kept)
-
     def stacks(self, rank: int | None = None) -> str:
         if self.state.has_ended:
             return "rank 0\nthe rank has ended\n"
         return "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
 
-    def run(self, request: LaunchRequest) -> None:
-        """Call the request's function, keep its result or error, and update the state.
-
-        Every exception but KeyboardInterrupt is kept as the run's error, and not raised;
-        ``sys.exit(0)`` counts as returning None.
-        """
-        self._become("running", pid=os.getpid())
-        try:
-            self._kept.put(0, request.function(*request.args, **request.kwargs))
-        except KeyboardInterrupt:
-            raise
-        except SystemExit as error:
-            self._end_by(error, request, code=exit_code(error))
-        except BaseException as error:  # the user's function may raise anything
-            self._end_by(error, request, code=1)
-        else:
-            self._become("succeeded", returned=True)
-
-    def note_interrupt(self) -> None:
-        """Mark the run as stopped, unless it has ended already."""
-        if not self.state.has_ended:
-            self._become("stopped")
-
-    def drop_results(self) -> None:
-        """Drop this call's reference to the results, so that they are freed with the run's handle.
-
-        The list of runs keeps the call for longer than the user needs the results.
-        """
-        self._kept, self.results = Results(Registry()), None
-
-    def _become(self, status: str, **fields: Any) -> None:
+    def become(self, status: str, **fields: Any) -> None:
         ended = None if status == "running" else self.state.now()
         rank = replace(self.state.ranks[0], status=status, ended=ended, **fields)
         self.state = replace(self.state, ranks=(rank,), status=status, ended=ended)
 
-    def _end_by(self, error: BaseException, request: LaunchRequest, *, code: int) -> None:
+
+def _call_function(request: LaunchRequest, results: Results) -> Failure | None:
+    """Call the request's function, and keep its result or error; return how it failed.
+
+    Every exception but KeyboardInterrupt is kept, and not raised; ``sys.exit(0)`` counts as
+    returning None.
+    """
+    try:
+        results.put(0, request.function(*request.args, **request.kwargs))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's function may raise anything
+        code = exit_code(error) if isinstance(error, SystemExit) else 1
         if code == 0:
-            self._kept.put(0, None)
-            self._become("succeeded", returned=True)
-            return
+            results.put(0, None)
+            return None
         labels = {cell.filename: cell.label for cell in request.sources}
         text = name_cells(format_error(error, caller=__file__), labels)
         text = plain_text(shorten(text))
         words = plain_text(f"{type(error).__name__}: {shorten(error_text(error))}")
+        results.raised = error
         message = f"rank 0 failed: {words}\n\n{text}"
-        failure = Failure(message=message, rank=0, ranks=(0,), traceback=text, exitcode=code)
-        self._kept.raised = error
-        self._become("failed")
-        self.state = replace(self.state, failure=failure)
+        return Failure(message=message, rank=0, ranks=(0,), traceback=text, exitcode=code)
+    return None
 
 
 @contextmanager

@@ -29,9 +29,8 @@ from notebook_accel import tpu, wire
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.call import Call, NewCall, RankCall
-from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.pool import AgentEnd, AgentLink, RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import ProcessState
 from notebook_accel.launch.engines.engine import Engine, RankPlan

@@ -30,7 +30,7 @@ import psutil
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
+from notebook_accel.launch.control.pool import AgentEnd, AgentLink
 from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.local import AgentEngine, abandon, may_have_libraries
 from notebook_accel.launch.launch_request import LaunchRequest

@@ -55,7 +55,6 @@ from notebook_accel.launch.worker import (
     groups,
     library_metrics,
     output,
-    python_warnings,
     spawned,
     standard_input,
     torch_fixes,
@@ -440,7 +439,6 @@ def replace_libraries() -> None:
     bars.install()
     displays.install()
     library_metrics.install()
-    python_warnings.install()
     spawned.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
 

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import payload, run_list
-from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore
-from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.pool import AgentEnd, AgentLink, RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.launch_request import LaunchRequest
@@ -122,19 +121,20 @@ class PlayedRun:
         timeout: float | None = None,
         advise: bool = False,
     ) -> RankCall:
-        call = self.new_call(timeout=timeout, advise=advise)
+        call = self.new_call(timeout, advise=advise)
         message = wire.BeginCall(payload=wire.Packet(), grace=0.1, last=last)
         self.pool.send_call(call, message, ())
         return call
 
-    def new_call(self, **asked: Any) -> RankCall:
+    def new_call(self, timeout: float | None = None, **asked: Any) -> RankCall:
         """A call that was not sent; ``asked`` are fields of its record."""
         world_size = len(self.pool.processes)
+        first = starting(run=RUN, name="train", world_size=world_size, started=time.time())
         new = NewCall(
             request=LaunchRequest(
                 config=LaunchConfig(), view=self.view, **{"advise": False, **asked}
             ),
-            state=starting(run=RUN, name="train", world_size=world_size, started=time.time()),
+            state=replace(first, timeout=timeout),
             folder=self.folder,
             metrics=MetricStore(self.folder.path),
             handle=partial(run_list.expression_now, self.folder.id),

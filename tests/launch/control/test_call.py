@@ -6,6 +6,7 @@ import gc
 import operator
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,13 +281,13 @@ def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
     agent.next()
     kinds = [type(agent.next()) for _ in range(4)]
     assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill]
-    assert call.timed_out
+    assert call.state.timed_out
     for rank in (0, 1):
         agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
     assert call.ended.wait(SECONDS)
     with pytest.raises(TimeoutError, match=r"ended after timeout=0\.1 s: pass a larger timeout="):
         handle.wait()
-    call.rescued_as = "run.rescued"
+    call.state = replace(call.state, rescued_as="run.rescued")
     with pytest.raises(TimeoutError, match=r"; what was being trained is kept: run\.rescued$"):
         handle.wait()
 
@@ -317,7 +318,7 @@ def test_a_stop_while_processes_exit_takes_no_result_back(run: PlayedRun) -> Non
     call.stop()
     kinds = [type(agent.next()) for _ in range(3)]
     assert kinds == [wire.BeginCall, wire.Stop, wire.Interrupt], "the time is over"
-    assert not call.timed_out
+    assert not call.state.timed_out
     agent.end_all()
     assert call.ended.wait(SECONDS)
     assert call.state.status == "succeeded"

@@ -8,8 +8,13 @@ import msgspec
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.collectives import differences, waits
-from notebook_accel.launch.control.hang import RankStack, at_waits, text_of_difference
+from notebook_accel.launch.control.hang import (
+    RankStack,
+    at_waits,
+    differences,
+    text_of_difference,
+    waits,
+)
 from notebook_accel.launch.control.hang_watch import HangWatch
 from tests.notebook.states import after, running
 

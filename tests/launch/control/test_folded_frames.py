@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accel.launch.control.folded_frames import fold_frames
+from notebook_accel.launch.control.stacks import fold_frames
 
 _LIBRARY = "/env/lib/python3.11/site-packages"
 _GROUP = f"""  + Exception Group Traceback (most recent call last):

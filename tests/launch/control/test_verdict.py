@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
+from notebook_accel.launch.control.pool import AgentEnd
 from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
 from notebook_accel.launch.control.verdict import Verdict, judge
 
@@ -320,7 +320,7 @@ def test_a_failure_from_before_the_interrupt_stays_one() -> None:
 
 # ---- the agents ----------------------------------------------------------------------------
 
-LOST = LostAgent((0, 1, 2), AgentEnd("(pid 7) was killed by SIGKILL"))
+LOST = AgentEnd("(pid 7) was killed by SIGKILL", ranks=(0, 1, 2))
 
 
 def test_a_dead_agent() -> None:
@@ -333,7 +333,7 @@ def test_a_dead_agent() -> None:
 
 
 def test_a_dead_agent_of_several_is_the_cause_of_lost_peers() -> None:
-    lost = LostAgent((2, 3), AgentEnd("was lost"))
+    lost = AgentEnd("was lost", ranks=(2, 3))
     state = run(4, lost_peer(0), *ended_by_agent(1, 2, 3), agents=(0, 0, 1, 1))
     told = failure(state, lost=[lost])
     assert (told.rank, told.ranks) == (None, (0, 1, 2, 3))

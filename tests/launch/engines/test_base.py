@@ -18,7 +18,7 @@ from notebook_accel.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.agent_link import AgentLink
+    from notebook_accel.launch.control.pool import AgentLink
 
 
 def test_ranks_are_numbered_over_all_agents() -> None:
