@@ -36,7 +36,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.curves import LiveCurves
-from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
+from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.results import StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs_folder
 from notebook_accel.launch.control.run_state import Failure, RunState
@@ -245,7 +245,7 @@ class AttachedCall(Call):
         self._channel = channel
         self._lock = threading.RLock()  # of who sends
         self._stacks: dict[float, str] = {}
-        self._new_metrics = MetricTail(folder.path)
+        self._new_metrics = MetricReader(folder.path)
         self._context = contextvars.copy_context()
         self.curves = LiveCurves()
         self._take(first)

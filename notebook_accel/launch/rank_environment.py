@@ -56,11 +56,6 @@ def rank_environment(
             :func:`kept_environment`.
     """
     kept = kept_environment() if base is None else base
-    asked_for = _asked_for(config)
-    return {**_DEFAULTS, **kept, **asked_for, **(of_engine or {}), **(config.env or {})}
-
-
-def _asked_for(config: LaunchConfig) -> dict[str, str]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(config.use_port or 0)}
     if config.devices == "cpu":
         variables.update(ON_CPU)
@@ -79,7 +74,7 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
             variables.update(plugin.variables(options))
     if config.debug:
         variables["NOTEBOOK_ACCEL_DEBUG"] = "1"
-    return variables
+    return {**_DEFAULTS, **kept, **variables, **(of_engine or {}), **(config.env or {})}
 
 
 def variables_of_choice(devices: object, kind: str) -> dict[str, str]:

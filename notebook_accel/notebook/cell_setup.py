@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.setup import libraries, steps
 from notebook_accel.launch.setup.steps import Path, Step
 from notebook_accel.launch.text.terminal_text import one_line

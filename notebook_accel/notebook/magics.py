@@ -27,7 +27,7 @@ from IPython.display import display
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.scripts.cell_script import script_of_cells
 from notebook_accel.launch.template.handle import imports_line, warm

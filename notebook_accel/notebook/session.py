@@ -25,7 +25,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launch.control.call import labelled
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.run import Run, call_of, results_now
 from notebook_accel.launch.text import wording

@@ -21,7 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.payload.cells import CellSource
 
 # Folders and files between a cell and what raised: this package, and what calls it for a magic.
 _INNER = {"notebook_accel", "IPython", "decorator.py", "contextlib.py"}

@@ -57,7 +57,8 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, apply, starting
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
-from notebook_accel.launch.payload import PackedCall, Parcel
+from notebook_accel.launch.payload import PackedCall
+from notebook_accel.launch.payload.packets import Parcel
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.system.interrupts import Latch, Presses, held
@@ -632,8 +633,8 @@ class RankCall(Call):
         lines = [self.metrics.lost_notice, *results.lost]
         if self._advises:
             lines += closing_advice(self.state, self._models, uses_torch=self._uses_torch)
-        if len({state.ranks[rank].steps for rank in results.rescued_from}) > 1:
-            results.drop_rescued()
+        if len({state.ranks[rank].steps for rank in results.parts}) > 1:
+            results.parts.clear()
             lines.append("what was being trained is not kept: the ranks were within a step")
         for line in filter(None, lines):
             state = apply(wire.Notice(text=line), state)

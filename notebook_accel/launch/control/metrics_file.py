@@ -38,6 +38,7 @@ class MetricReader:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
+        self._start: int | None = None  # of what is new
 
     def flush(self) -> None:
         """Write buffered values to the file; only :class:`MetricStore` has any."""
@@ -73,18 +74,10 @@ class MetricReader:
                     return _rows(_spread_lines(file, size, max_bytes))
         return self.read()
 
-
-class MetricTail(MetricReader):
-    """Follows the metrics of a running run that another process writes."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._start: int | None = None
-
     def read_new(self) -> list[dict[str, Any]]:
-        """Return the rows added since the previous call; [] if the file cannot be read.
+        """Return the rows that another process has added since the previous call.
 
-        The first call returns the rows in the last 8 MB of the file.
+        The first call returns the rows in the last 8 MB of the file. [] if it cannot be read.
         """
         with contextlib.suppress(OSError), open(self.path, "rb", opener=own_file) as file:
             if self._start is None:
@@ -115,8 +108,21 @@ class MetricStore(MetricReader):
             self._file = open(self.path, "ab", opener=own_file)  # noqa: SIM115 (kept open)
 
     def add(self, metrics: Sequence[wire.Metric]) -> None:
+        rows = [
+            {
+                "time": metric.wall,
+                "rank": metric.rank,
+                "step": metric.step,
+                "name": name,
+                # JSON has no nan and no infinity; they travel as text.
+                "value": value if math.isfinite(value) else repr(value),
+            }
+            for metric in metrics
+            for name, value in metric.values.items()
+        ]
         with self._writing():
-            self._file.write(_encode(metrics))
+            # One call for all: thousands a second may come.
+            self._file.write(_ENCODER.encode_lines(rows))
 
     def flush(self) -> None:
         with self._writing():
@@ -166,24 +172,6 @@ class _Row(TypedDict):
 
 _DECODER = msgspec.json.Decoder(_Row)
 _ENCODER = msgspec.json.Encoder()
-
-
-def _encode(metrics: Sequence[wire.Metric]) -> bytes:
-    """Return one JSON line per value, all by one encoder call: thousands a second may come."""
-    return _ENCODER.encode_lines(
-        [
-            {
-                "time": metric.wall,
-                "rank": metric.rank,
-                "step": metric.step,
-                "name": name,
-                # JSON has no nan and no infinity; they travel as text.
-                "value": value if math.isfinite(value) else repr(value),
-            }
-            for metric in metrics
-            for name, value in metric.values.items()
-        ]
-    )
 
 
 def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:

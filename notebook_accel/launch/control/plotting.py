@@ -50,40 +50,12 @@ def plot_together(
     caller: str = "compare()",
 ) -> list[Axes]:
     """Draw each metric in axes of its own, and return these: a colour a run, or a line a rank."""
-    curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
-    known = dict.fromkeys(name for found in curves.values() for name in found)
-    drawn = _axes(known, names, of=of, caller=caller)
-    for name, axis in drawn:
-        for index, (label, found) in enumerate(curves.items()):
-            for number, (rank, points) in enumerate(found.get(name, {}).items()):
-                colour, text = None, f"rank {rank}"
-                if colours:
-                    # One entry in the legend for all ranks of a run.
-                    colour, text = colours[index % len(colours)], label if number == 0 else ""
-                axis.plot(*zip(*points, strict=True), color=colour, label=text or None)
-        if colours or len(axis.lines) > 1:
-            axis.legend()
-    return [axis for _, axis in drawn]
-
-
-def chosen(known: Iterable[str], names: Sequence[str], *, of: str) -> list[str]:
-    """Return ``names``, or all that are known; ConfigError for one that is not."""
-    known = list(known)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        logged = ", ".join(map(repr, known)) or "none"
-        raise ConfigError(f"no metric is called {unknown[0]!r}; {of} logged {logged}")
-    return list(names) or known
-
-
-def _axes(
-    known: Iterable[str], names: Sequence[str], *, of: str, caller: str
-) -> list[tuple[str, Axes]]:
-    """Make one figure, with empty axes for each metric to draw; return pairs (name, axes)."""
     try:
         from matplotlib import pyplot as plt
     except ImportError:
         raise ImportError(f"{caller} needs matplotlib: pip install matplotlib") from None
+    curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
+    known = dict.fromkeys(name for found in curves.values() for name in found)
     shown = chosen(known, names, of=of)
     if not shown:
         return []
@@ -98,4 +70,23 @@ def _axes(
     for name, axis in zip(shown, axes, strict=True):
         axis.set_title(name)
         axis.set_xlabel("step")
-    return list(zip(shown, axes, strict=True))
+        for index, (label, found) in enumerate(curves.items()):
+            for number, (rank, points) in enumerate(found.get(name, {}).items()):
+                colour, text = None, f"rank {rank}"
+                if colours:
+                    # One entry in the legend for all ranks of a run.
+                    colour, text = colours[index % len(colours)], label if number == 0 else ""
+                axis.plot(*zip(*points, strict=True), color=colour, label=text or None)
+        if colours or len(axis.lines) > 1:
+            axis.legend()
+    return axes
+
+
+def chosen(known: Iterable[str], names: Sequence[str], *, of: str) -> list[str]:
+    """Return ``names``, or all that are known; ConfigError for one that is not."""
+    known = list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        logged = ", ".join(map(repr, known)) or "none"
+        raise ConfigError(f"no metric is called {unknown[0]!r}; {of} logged {logged}")
+    return list(names) or known

@@ -127,15 +127,6 @@ class AgentLink:
         except Exception:  # whatever the system refuses, the run must end
             _log.warning("the agent of %s could not be ended", self.rank_numbers, exc_info=True)
 
-    @property
-    def silence(self) -> str:
-        """Message for the user when the agent has sent nothing for 20 seconds (``RankPool``)."""
-        return (
-            f"the helper process that watches {rank_list(self.rank_numbers)} says nothing: it may "
-            "be stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "
-            "run.stop() ends it"
-        )
-
 
 class RunningCall(Protocol):
     """What a pool uses of the call that its ranks run; :class:`RankCall` implements it."""
@@ -270,26 +261,22 @@ class RankPool:
 
     def check_free(self) -> None:
         """Raise an error if no call can be sent now; the error says why."""
-        problem = self._why_no_call()
-        if problem is not None:
-            raise LaunchError(problem)
-
-    def _why_no_call(self) -> str | None:
+        dead = "; ".join(
+            f"rank {process.rank} {describe_exit(process.exitcode, process.signal)}"
+            for process in self.processes
+            if process.status == "ended"
+        )
         if self._call is not None:
-            return "the ranks are still in a call: wait for it (run.wait()) or stop it (run.stop())"
+            raise LaunchError(
+                "the ranks are still in a call: wait for it (run.wait()) or stop it (run.stop())"
+            )
         if self._lost:
             how = self._lost[0].how
-            return f"the helper process that watches the ranks {how}: start them again"
-        dead = [process for process in self.processes if process.status == "ended"]
+            raise LaunchError(f"the helper process that watches the ranks {how}: start them again")
         if dead:
-            how = "; ".join(
-                f"rank {process.rank} {describe_exit(process.exitcode, process.signal)}"
-                for process in dead
-            )
-            return f"{how}. What the ranks had is lost: start them again"
+            raise LaunchError(f"{dead}. What the ranks had is lost: start them again")
         if self._is_shutting_down:
-            return "the ranks were told to end: start them again"
-        return None
+            raise LaunchError("the ranks were told to end: start them again")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -589,7 +576,12 @@ class RankPool:
             if self._end_asked is not None and now >= self._end_asked + _SILENT_SECONDS:
                 link.end()
             elif silent >= _TELL_SILENCE_SECONDS:
-                call.take(wire.Notice(call=call.number, text=link.silence), ())
+                text = (
+                    f"the helper process that watches {rank_list(link.rank_numbers)} says nothing: "
+                    "it may be stopped (SIGSTOP), or its machine too busy. When it goes on, so "
+                    "does the run; run.stop() ends it"
+                )
+                call.take(wire.Notice(call=call.number, text=text), ())
 
     def _has_all_output(self, call: RunningCall) -> bool:
         """Return whether the whole output of the call from other machines has arrived here."""

@@ -18,7 +18,7 @@ from typing import Any
 from notebook_accel import wire
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.run_folder import lost_files_notice
-from notebook_accel.launch.payload.packets import unpack
+from notebook_accel.launch.payload.packets import Packed, unpack
 from notebook_accel.system.own_files import own_file
 
 
@@ -26,6 +26,7 @@ class Results:
     """Store of the values that ranks returned, pickled until they are asked for.
 
     Attributes:
+        parts: of the training state of a stopped run, by rank, until :meth:`rescued` joins them.
         raised: with ``engine="inline"``, whose rank is this process, the exception object that the
             function raised; else None.
     """
@@ -37,9 +38,9 @@ class Results:
     def __init__(self, registry: payload.Registry) -> None:
         self._registry = registry
         self._lock = threading.RLock()
-        self._packed: dict[int, payload.Packed] = {}
+        self._packed: dict[int, Packed] = {}
         self._values: dict[int, Any] = {}
-        self._parts: dict[int, payload.Packed] = {}
+        self.parts: dict[int, Packed] = {}
         self._rescued: Any = None
         self._used: set[int] = set()
 
@@ -73,13 +74,13 @@ class Results:
         with self._lock:
             self._packed.clear()
             self._values.clear()
-            self._parts.clear()
+            self.parts.clear()
 
     def keep_part(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
         """Keep a rank's part of the training state of a stopped run."""
-        self._parts[rank] = self._unpacked(packet, fds)
+        self.parts[rank] = self._unpacked(packet, fds)
 
-    def _unpacked(self, packet: wire.Packet, fds: list[int]) -> payload.Packed:
+    def _unpacked(self, packet: wire.Packet, fds: list[int]) -> Packed:
         packed = unpack(packet, fds)
         self._used.update(payload.numbers_in(packed))
         return packed
@@ -91,21 +92,12 @@ class Results:
     @property
     def has_rescued(self) -> bool:
         """Whether ranks sent their training state, as they do when the run is stopped."""
-        return 0 in self._parts or self._rescued is not None
-
-    @property
-    def rescued_from(self) -> frozenset[int]:
-        """The ranks that sent a part of the training state."""
-        return frozenset(self._parts)
-
-    def drop_rescued(self) -> None:
-        """Drop the training state, whose parts do not belong together."""
-        self._parts.clear()
+        return 0 in self.parts or self._rescued is not None
 
     @property
     def rescued_bytes(self) -> int:
         """Size in bytes of the pickled training state; 0 once :meth:`rescued` has unpickled it."""
-        packs = self._parts.values()
+        packs = self.parts.values()
         return sum(buffer.nbytes for packed in packs for buffer in packed.buffers)
 
     def rescued(self) -> Any:
@@ -114,13 +106,13 @@ class Results:
         The first call unpickles the parts of all ranks, and joins them.
         """
         with self._lock:
-            if self._parts:
+            if self.parts:
                 first, *others = (
                     payload.unpack_result(packed, self._registry)
-                    for _, packed in sorted(self._parts.items())
+                    for _, packed in sorted(self.parts.items())
                 )
                 self._rescued = first.join(others)
-                self._parts.clear()
+                self.parts.clear()
             return self._rescued
 
     def exception(self, pickled: bytes | None) -> BaseException | None:
@@ -175,11 +167,11 @@ class StoredResults(Results):
                 self._packed[rank] = self._read(rank)
             return super().get(rank)
 
-    def _read(self, rank: int) -> payload.Packed:
+    def _read(self, rank: int) -> Packed:
         """Read the result of a rank from the file that :meth:`keep` wrote, still pickled."""
         with open(self._path(rank), "rb", opener=own_file) as file:
             buffers = [bytearray(size) for size in json.loads(file.readline())]
             for buffer in buffers:
                 if file.readinto(buffer) != len(buffer):
                     raise OSError(f"{file.name} is not all there")
-        return payload.Packed(tuple(map(memoryview, buffers)))
+        return Packed(tuple(map(memoryview, buffers)))

@@ -123,6 +123,9 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.id = path.name
         self.path = path
+        self.config_path = path / "config.yaml"
+        self._rescued_path = path / "rescued.pt"
+        self._stop_path = path / ".stop"
 
     @classmethod
     def make(
@@ -303,14 +306,6 @@ class RunFolder:
             raise NotebookAccelError(f"{self._rescued_path} cannot be read: {error}") from error
 
     @property
-    def _rescued_path(self) -> Path:
-        return self.path / "rescued.pt"
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
     def is_stop_asked(self) -> bool:
         """Whether a request by :meth:`ask_to_stop` waits to be taken by the run's kernel."""
         return self._stop_path.exists()
@@ -338,10 +333,6 @@ class RunFolder:
         except (OSError, UnicodeDecodeError):
             return ""
         return asked
-
-    @property
-    def _stop_path(self) -> Path:
-        return self.path / ".stop"
 
     def last_change(self) -> float:
         """Return when a file of the folder last changed, as ``time.time()``; 0.0 if unknown."""

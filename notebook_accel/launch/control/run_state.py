@@ -317,12 +317,6 @@ def _change_rank(
     return _changed(state, ranks=ranks)
 
 
-def _own_fields(message: wire.Message) -> dict[str, Any]:
-    """Return the fields that a message's class adds to ``wire.Message``, as a dict."""
-    own = message.__struct_fields__[len(wire.Message.__struct_fields__) :]
-    return {name: getattr(message, name) for name in own}
-
-
 @singledispatch
 def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
     """Return the state after a message of a rank or agent.
@@ -418,7 +412,8 @@ def _size(displays: list[Display]) -> int:
 @apply.register
 def _(message: wire.Bar, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
-        bar = Progress(rank=rank.rank, **_own_fields(message))
+        own = message.__struct_fields__[len(wire.Message.__struct_fields__) :]
+        bar = Progress(rank=rank.rank, **{name: getattr(message, name) for name in own})
         return _changed(rank, bars=_with_bar(rank.bars, bar))
 
     return _change_rank(state, message.rank, change)

@@ -56,30 +56,20 @@ _HOLDS_MEMORY = re.compile(r"\bProcess (\d+) has \S+ \S+ memory in use")
 
 def hint_lines(rank: RankState) -> list[str]:
     """Return advice on a rank's failure as lines of the error message; [] if none fits."""
-    texts = _mismatch(rank), _memory_of_kernel(rank)
-    return [line for text in texts if text for line in ("", text)]
-
-
-def _mismatch(rank: RankState) -> str:
-    """Return advice if ranks gave one collective tensors of different shapes or types, else ""."""
     said = rank.failure.text if rank.failure else "\n".join(rank.tail)
-    if not _MISMATCH.search(said):
-        return ""
-    return (
-        "Likely, ranks gave one collective tensors of different shapes or types: launch again with "
-        "debug=True, which compares what gather, reduce and the like are given, and names the ranks"
-    )
-
-
-def _memory_of_kernel(rank: RankState) -> str:
-    """Return advice if a device is full and the notebook's kernel uses part of it, else ""."""
-    own = str(os.getpid())
-    if rank.failure is None or own not in _HOLDS_MEMORY.findall(rank.failure.text):
-        return ""
-    return (
-        f"Process {own} is this notebook's own kernel: delete the tensors that it has on the "
-        "device and call torch.cuda.empty_cache(), or restart it, then launch again"
-    )
+    hints, own = [], str(os.getpid())
+    if _MISMATCH.search(said):
+        hints.append(
+            "Likely, ranks gave one collective tensors of different shapes or types: launch again "
+            "with debug=True, which compares what gather, reduce and the like are given, and names "
+            "the ranks"
+        )
+    if rank.failure is not None and own in _HOLDS_MEMORY.findall(said):
+        hints.append(
+            f"Process {own} is this notebook's own kernel: delete the tensors that it has on the "
+            "device and call torch.cuda.empty_cache(), or restart it, then launch again"
+        )
+    return [line for text in hints for line in ("", text)]
 
 
 # Lines of output that the error shows of a rank that died without an exception.
@@ -203,7 +193,12 @@ def _describe(rank: RankState) -> list[str]:
     raised = rank.failure
     if raised is None:
         crash = ["it crashed here, the newest call first:", rank.crash] if rank.crash else []
-        return [_death(rank), *crash, *_last_lines(rank)]
+        how = f"rank {rank.rank} {describe_exit(rank.exitcode, rank.signal)}"
+        if rank.signal is None:
+            how += ", without an exception (os._exit, or native code that ended the process)"
+        elif likely := LIKELY_CAUSES.get(signal_name(rank.signal)):
+            how += f": likely, {likely}"
+        return [how, *crash, *_last_lines(rank)]
     if raised.kind == "exit":
         ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
         return [ended, *_last_lines(rank)]
@@ -212,14 +207,6 @@ def _describe(rank: RankState) -> list[str]:
         f"rank {rank.rank} failed: {_in_one_line(rank)}",
         *(["", traceback] if traceback else []),
     ]
-
-
-def _death(rank: RankState) -> str:
-    ended = f"rank {rank.rank} {describe_exit(rank.exitcode, rank.signal)}"
-    if rank.signal is None:
-        return f"{ended}, without an exception (os._exit, or native code that ended the process)"
-    likely = LIKELY_CAUSES.get(signal_name(rank.signal))
-    return f"{ended}: likely, {likely}" if likely else ended
 
 
 def _last_lines(rank: RankState) -> list[str]:
@@ -321,9 +308,15 @@ def closing_advice(last: RunState, models: Sequence[str], *, uses_torch: bool) -
     Args:
         models: names of the notebook's models that the function uses.
     """
-    lines = _lost_models(last, models)
+    lines = []
     has_group = any(rank.made_group for rank in last.ranks)
     has_succeeded = all(rank.returned for rank in last.ranks)
+    if models and has_succeeded and all(rank.returned_none for rank in last.ranks):
+        names = ", ".join(f"`{name}`" for name in models)
+        lines.append(
+            f"{last.name} used {names} of the notebook and returned None: the notebook's own stays "
+            "as it was; return what you want to keep"
+        )
     # A function without torch trains nothing: copies that run on their own are what it wants.
     if uses_torch and last.world_size > 1 and has_succeeded and not has_group:
         lines.append(
@@ -331,16 +324,3 @@ def closing_advice(last: RunState, models: Sequence[str], *, uses_torch: bool) -
             "own (make an Accelerator in it, or call torch.distributed.init_process_group)"
         )
     return lines
-
-
-def _lost_models(last: RunState, models: Sequence[str]) -> list[str]:
-    """Return advice if ranks used copies of notebook models and returned None."""
-    has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
-    if not models or not has_nothing:
-        return []
-    names = ", ".join(f"`{name}`" for name in models)
-    line = (
-        f"{last.name} used {names} of the notebook and returned None: the notebook's own stays as "
-        "it was; return what you want to keep"
-    )
-    return [line]

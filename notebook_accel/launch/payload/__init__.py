@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.cells import CellSource, name_cells
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.payload.culprits import (
     arguments,
     cannot_travel,
@@ -45,23 +45,6 @@ from notebook_accel.launch.payload.pickling import (
 _TORCH = re.compile(rb"(?<![\w/.-])torch\b")
 # Parts of a result that may be left in the rank: for each, the whole result is pickled once more.
 _MAX_LEFT = 10
-
-__all__ = [
-    "CellSource",
-    "Packed",
-    "PackedCall",
-    "Parcel",
-    "Registry",
-    "UnpackedCall",
-    "name_cells",
-    "numbers_in",
-    "pack_call",
-    "pack_exception",
-    "pack_result",
-    "unpack_call",
-    "unpack_exception",
-    "unpack_result",
-]
 
 P = TypeVar("P", CallPickler, ResultPickler)
 

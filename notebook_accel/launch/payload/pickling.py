@@ -107,11 +107,6 @@ def rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> 
     return functools.lru_cache(**parameters)(function)
 
 
-def rebuild_compiled(compile_in: Callable[[Any], Any], function: Any) -> Any:
-    """Apply ``torch.compile`` to a function again (used by unpickling)."""
-    return compile_in(function)
-
-
 # Objects that have a name of their own, as classes and functions have.
 _NAMED: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
     type(functools.lru_cache(len)): lambda value: (
@@ -186,7 +181,7 @@ def _reduce_compiled(function: types.FunctionType) -> tuple[Any, ...] | None:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if "self" not in cells:
         return None
-    return rebuild_compiled, (cells["self"].cell_contents, of_torch.original_function(function))
+    return cells["self"].cell_contents, (of_torch.original_function(function),)
 
 
 # Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all
@@ -226,12 +221,6 @@ def notebook_object(number: int) -> Any:
 def import_attribute(module: str, name: str) -> Any:
     """Import a module and return one of its attributes (used by unpickling)."""
     return getattr(import_module(module), name)
-
-
-def import_named(name: str) -> types.ModuleType:
-    """Import the module ``name`` and return it (used by unpickling)."""
-    import_module(name)
-    return sys.modules[name]
 
 
 def rebuild_storage(buffer: Any) -> Any:
@@ -443,7 +432,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if is_plain or sys.modules.get(module.__name__) is not module:
             return NotImplemented
         # torch.backends.cudnn and its like: cloudpickle knows modules by their exact type alone.
-        return import_named, (module.__name__,)
+        return import_module, (module.__name__,)
 
 
 def _goes_by_value(reduced: Any) -> bool:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.text.used_names import is_history, names_of
 
 # The attribute by which something that is called says why no script can call it, and what to do.

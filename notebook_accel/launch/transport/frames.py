@@ -46,7 +46,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from notebook_accel import wire
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -77,11 +77,6 @@ class _SentStream:
     credit: int
     sent: int = 0
 
-    def read(self) -> bytes:
-        """Return the next bytes to send: at most one frame, and no more than the credit allows."""
-        wanted = min(self.credit, _FRAME_BYTES)
-        return os.pread(self.fd, wanted, self.sent) if wanted > 0 else b""
-
 
 @dataclass(kw_only=True)
 class _ComingStream:
@@ -101,18 +96,6 @@ class _ComingStream:
     is_whole: bool = False
 
 
-@dataclass(kw_only=True)
-class _WaitingMessage:
-    """A received message that waits: it or an earlier one lacks bytes of a segment."""
-
-    message: wire.Message
-    streams: list[_ComingStream] = field(default_factory=list)
-
-    @property
-    def is_whole(self) -> bool:
-        return all(stream.is_whole for stream in self.streams)
-
-
 class FramedChannel(Channel):
     """A channel that sends memory segments and growing files as bytes.
 
@@ -126,7 +109,7 @@ class FramedChannel(Channel):
         self._sending: dict[int, _SentStream] = {}
         self._coming: dict[int, _ComingStream] = {}
         self._announced: deque[_ComingStream] = deque()
-        self._waiting: dict[int | None, deque[_WaitingMessage]] = {}
+        self._waiting: dict[int | None, deque[tuple[wire.Message, list[_ComingStream]]]] = {}
         self._ready: deque[tuple[wire.Message, list[int]]] = deque()
 
     @property
@@ -174,7 +157,8 @@ class FramedChannel(Channel):
     def _queue_frames(self) -> bool:
         """Queue one frame of each stream with bytes and credit; return whether any is queued."""
         for stream, sending in list(self._sending.items()):
-            data = sending.read()
+            wanted = min(sending.credit, _FRAME_BYTES)
+            data = os.pread(sending.fd, wanted, sending.sent) if wanted > 0 else b""
             sending.sent += len(data)
             sending.credit -= len(data)
             is_last = sending.size is not None and sending.sent >= sending.size
@@ -238,8 +222,7 @@ class FramedChannel(Channel):
             )
         elif num_fds or (message.rank in self._waiting and not isinstance(message, wire.Kill)):
             streams = [self._announced.popleft() for _ in range(num_fds)]
-            waiting = _WaitingMessage(message=message, streams=streams)
-            self._waiting.setdefault(message.rank, deque()).append(waiting)
+            self._waiting.setdefault(message.rank, deque()).append((message, streams))
             yield from self._whole()
         else:
             yield message, []
@@ -284,9 +267,9 @@ class FramedChannel(Channel):
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
         """Yield the waiting messages that are complete, in order, with their descriptors."""
         for rank, queue in list(self._waiting.items()):
-            while queue and queue[0].is_whole:
-                first = queue.popleft()
-                yield first.message, [one.fd for one in first.streams if one.fd is not None]
+            while queue and all(stream.is_whole for stream in queue[0][1]):
+                message, streams = queue.popleft()
+                yield message, [one.fd for one in streams if one.fd is not None]
             if not queue:
                 self._waiting.pop(rank, None)
 
@@ -296,8 +279,8 @@ class FramedChannel(Channel):
         if self.closed:
             return
         super().close()
-        waiting = [one for queue in self._waiting.values() for one in queue]
-        coming = [*self._coming.values(), *(stream for one in waiting for stream in one.streams)]
+        waiting = (streams for queue in self._waiting.values() for _, streams in queue)
+        coming = [*self._coming.values(), *itertools.chain(*waiting)]
         fds = {s.fd for s in (*coming, *self._announced) if s.fd is not None}
         fds.update(sending.fd for sending in self._sending.values())
         fds.update(fd for _, given in self._ready for fd in given)

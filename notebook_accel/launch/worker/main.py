@@ -41,7 +41,7 @@ from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.errors import LaunchError, RunStopped
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.packets import pack, unpack
+from notebook_accel.launch.payload.packets import Packed, pack, unpack
 from notebook_accel.launch.setup.notebook_state import apply_notebook_state
 from notebook_accel.launch.setup.steps import take_over
 from notebook_accel.launch.template.prepared_libraries import OF_TEMPLATE, is_library, modules_of
@@ -166,7 +166,10 @@ class Worker:
     def __init__(
         self, inherited: Inherited, interrupts: Interrupts, first: Worker | None = None
     ) -> None:
-        launch = inherited.launch
+        launch, store_port = inherited.launch, None
+        if inherited.store_socket is not None:
+            host, port = inherited.store_socket.getsockname()
+            store_port = this_rank.StorePort(host, port, inherited.store_socket)
         self._inherited = inherited
         self._channel = inherited.channel
         self.interrupts = interrupts
@@ -180,7 +183,7 @@ class Worker:
             run=launch.run,
             send=self._sender.send,
             board=inherited.board,
-            store_port=_store_port(inherited),
+            store_port=store_port,
         )
         self.row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None
@@ -495,14 +498,6 @@ def enter_notebook(launch: wire.Launch) -> None:
         apply_notebook_state(pickle.loads(launch.notebook))
 
 
-def _store_port(inherited: Inherited) -> this_rank.StorePort | None:
-    bound = inherited.store_socket
-    if bound is None:
-        return None
-    host, port = bound.getsockname()
-    return this_rank.StorePort(host, port, bound)
-
-
 # ---- one call ------------------------------------------------------------------------------
 
 
@@ -537,9 +532,7 @@ def _end_forked_child(
     os._exit(error is not None)
 
 
-def _returned(
-    packed: payload.Packed, context: this_rank.LaunchedContext, *, is_none: bool
-) -> Outcome:
+def _returned(packed: Packed, context: this_rank.LaunchedContext, *, is_none: bool) -> Outcome:
     packet, fds = pack(packed)
     message = context.message(
         wire.Returned,

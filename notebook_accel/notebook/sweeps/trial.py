@@ -13,7 +13,7 @@ from typing import Any
 
 from notebook_accel.errors import WorkerError
 from notebook_accel.launch.control.curves import Curve
-from notebook_accel.launch.control.metrics_file import MetricTail
+from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.run import Run, call_of, raise_error
 from notebook_accel.notebook.sweeps.folder import TrialChoice
 
@@ -57,7 +57,7 @@ class Trial:
     is_next: bool = False
     logged: dict[str, None] = field(default_factory=dict)
     curve: Curve = field(default_factory=lambda: Curve(_STRETCHES))
-    _tail: MetricTail = field(init=False)
+    _tail: MetricReader = field(init=False)
     last_step: int = -1
     _num_reports: int = 0
     _turn_began: int = 0
@@ -65,7 +65,7 @@ class Trial:
     _new_since: float | None = None
 
     def __post_init__(self) -> None:
-        self._tail = MetricTail(call_of(self.run).folder.path)
+        self._tail = MetricReader(call_of(self.run).folder.path)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
-from notebook_accel.launch.payload import CellSource, cells
+from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.worker.tracebacks import error_text, users_frames
 from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.rank import this_rank

@@ -24,8 +24,8 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 
-from notebook_accel.launch.payload import CellSource, cells
-from notebook_accel.launch.payload.cells import global_names
+from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload.cells import CellSource, global_names
 from notebook_accel.launch.text.used_names import is_history
 from notebook_accel.launch.worker import displays
 from notebook_accel.notebook.worker.shown_value import ShownValue

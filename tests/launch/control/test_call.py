@@ -167,7 +167,7 @@ def test_the_error_names_its_own_run_whatever_was_launched_since(
     with pytest.raises(WorkerError) as caught:
         older.wait()
     assert str(caught.value).endswith(typed)
-    run_list._known[:] = [known for known in run_list._known if known.handle() is not newer]
+    run_list._known[:] = [known for known in run_list._known if known.id != newer.id]
     with pytest.raises(WorkerError, match=r"notebook_accel\.last_run\(\)\.logs\(0\)$"):
         older.wait()
 

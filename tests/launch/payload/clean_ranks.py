@@ -19,6 +19,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload
+from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.packets import unpack
 from notebook_accel.system import segment
 
@@ -141,7 +142,7 @@ def _be_rank(kernel: socket.socket, message: dict[str, Any], buffers: Any) -> No
         value = call.function(*call.args, **call.kwargs)
         _send(kernel, payload.pack_result(value, call), kind="returned")
     except BaseException as error:
-        text = payload.name_cells(traceback.format_exc())
+        text = cells.name_cells(traceback.format_exc())
         pickled = payload.pack_exception(error, call)
         _send(kernel, payload.Packed(), kind="raised", text=text, pickled=pickled)
 

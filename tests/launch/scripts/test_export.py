@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.scripts.export import script_of
 
 _README = Path(__file__).parents[3] / "README.md"
