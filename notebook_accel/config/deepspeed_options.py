@@ -18,10 +18,10 @@ _ZERO = "zero_optimization."
 _DEVICES = ("none", "cpu", "nvme")
 
 
-def _option(stem: str, kind: type, about: str, **row: Any) -> Any:
+def _option(stem: str, about: str, **row: Any) -> Any:
     """Return a field whose ``NOTEBOOK_ACCEL_<stem>`` wins over ``ACCELERATE_<stem>``."""
     variables = {"variable": f"ACCELERATE_{stem}", "own": f"NOTEBOOK_ACCEL_{stem}"}
-    return setting(kind=kind, about=about, **variables, **row)
+    return setting(about=about, **variables, **row)
 
 
 @dataclass
@@ -33,7 +33,6 @@ class DeepSpeedOptions:
 
     hf_ds_config: Any = _option(
         "DEEPSPEED_CONFIG_FILE",
-        str,
         "DeepSpeed's configuration file; what it leaves open is taken from the other options. In "
         "code also a dictionary",
         yaml="deepspeed_config_file",
@@ -41,22 +40,21 @@ class DeepSpeedOptions:
     gradient_accumulation_steps: Any = _option(
         # The Accelerator reads this variable, and its argument goes before it.
         "GRADIENT_ACCUMULATION_STEPS",
-        int,
         "Batches whose gradients are added up for each step",
+        kind=int,
         unset="the Accelerator's",
         entry="gradient_accumulation_steps",
     )
     gradient_clipping: Any = _option(
         "GRADIENT_CLIPPING",
-        float,
         "Largest norm of the gradients",
+        kind=float,
         unset="by ``clip_grad_norm_`` alone",
         entry="gradient_clipping",
         fallback="auto",
     )
     zero_stage: int | None = _option(
         "DEEPSPEED_ZERO_STAGE",
-        int,
         "Divided among the ranks: 1 optimizer states, 2 gradients too, 3 weights too",
         check=partial(as_count, most=3),
         entry=_ZERO + "stage",
@@ -66,7 +64,6 @@ class DeepSpeedOptions:
     """Of several loaders with different batch sizes, whether the smallest or the largest counts."""
     offload_optimizer_device: str | None = _option(
         "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        str,
         "Where optimizer states are kept",
         choices=_DEVICES,
         entry=_ZERO + "offload_optimizer.device",
@@ -74,7 +71,6 @@ class DeepSpeedOptions:
     )
     offload_param_device: str | None = _option(
         "DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-        str,
         "Where weights are kept, in stage 3",
         choices=_DEVICES,
         entry=_ZERO + "offload_param.device",
@@ -82,32 +78,27 @@ class DeepSpeedOptions:
     )
     offload_optimizer_nvme_path: str | None = _option(
         "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        str,
         "Folder for optimizer states on nvme",
         entry=_ZERO + "offload_optimizer.nvme_path",
     )
     offload_param_nvme_path: str | None = _option(
         "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        str,
         "Folder for weights on nvme",
         entry=_ZERO + "offload_param.nvme_path",
     )
     zero3_init_flag: bool | None = _option(
         "DEEPSPEED_ZERO3_INIT",
-        bool,
         "``from_pretrained`` of Transformers divides weights as it reads them, in stage 3",
         unset="True in stage 3",
     )
     zero3_save_16bit_model: bool | None = _option(
         "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        bool,
         "Let DeepSpeed's own save_16bit_model gather the weights, in stage 3",
         entry=_ZERO + "stage3_gather_16bit_weights_on_model_save",
         fallback=False,
     )
     transformer_moe_cls_names: str | None = _option(
         "DEEPSPEED_MOE_LAYER_CLS_NAMES",
-        str,
         "Classes of the layers of experts, which stage 3 gathers whole, with commas",
         yaml="deepspeed_moe_layer_cls_names",
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 # Accelerate's names have no prefix of their own, and so no twin of ours.
-_option = partial(setting, own="")
+_option = partial(setting, own="", prefix="FSDP_")
 
 
 @dataclass
@@ -30,17 +30,14 @@ class FsdpOptions:
     """
 
     fsdp_version: int | None = _option(
-        kind=int,
         check=partial(as_count, most=2),
         variable="FSDP_VERSION",
         about="1 or 2: whose defaults checkpoints have; both train by FSDP2",
         fallback=1,
     )
     sharding_strategy: Any = _option(
-        kind=str,
         choices=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
         numbers=(1, 2, 3, 4, 5),
-        variable="FSDP_SHARDING_STRATEGY",
         about="What is divided among the ranks, and among which of them: SHARD_GRAD_OP keeps "
         "weights whole between forward and backward; HYBRID_SHARD shards within a machine and "
         "replicates over machines",
@@ -49,7 +46,6 @@ class FsdpOptions:
     reshard_after_forward: Any = _option(
         kind=bool,
         or_choice_of="sharding_strategy",  # version 1
-        variable="FSDP_RESHARD_AFTER_FORWARD",
         about="Drop gathered weights between forward and backward",
         unset="by sharding_strategy",
     )
@@ -59,9 +55,7 @@ class FsdpOptions:
     """A ``MixedPrecisionPolicy`` or ``MixedPrecision``, or what one is made of: the name of a type,
     or a dict. None follows the Accelerator's ``mixed_precision``."""
     auto_wrap_policy: Any = _option(
-        kind=str,
         choices=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
-        variable="FSDP_AUTO_WRAP_POLICY",
         about="How FSDP chooses the modules whose weights it gathers as they run; in code also a "
         "function (module, recurse, nonwrapped_numel) -> bool",
         fallback="no_wrap",
@@ -73,16 +67,12 @@ class FsdpOptions:
         fallback=False,
     )
     ignored_modules: Iterable[Module] | str | None = _option(
-        kind=str,
-        variable="FSDP_IGNORED_MODULES",
         about="A regular expression: names of modules whose weights every rank keeps whole; in "
         "code also the modules",
     )
     state_dict_type: Any = _option(
-        kind=str,
         choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
         numbers=(1, 3),
-        variable="FSDP_STATE_DICT_TYPE",
         about="Whether save_state writes whole weights, or each rank its part; with a full config "
         "in code, whole ones",
         unset="version 1: whole, 2: parts",
@@ -98,34 +88,25 @@ class FsdpOptions:
     param_init_fn: Callable[[Module], None] | None = None
     """Fills the weights of a module that was made on the meta device."""
     sync_module_states: bool | None = _option(
-        kind=bool,
-        variable="FSDP_SYNC_MODULE_STATES",
         about="All ranks start from rank 0's weights",
         fallback=True,
     )
     forward_prefetch: bool | None = None
     """Accepted."""
     activation_checkpointing: bool | None = _option(
-        kind=bool,
-        variable="FSDP_ACTIVATION_CHECKPOINTING",
         about="Compute activations of the wrapped modules again in backward, for less memory",
         fallback=False,
     )
     activation_checkpointing_offload: bool | None = _option(
-        kind=bool,
-        variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
         about="Keep what activation checkpointing needs, the inputs of the wrapped modules, in the "
         "memory of the CPU",
         fallback=False,
     )
     cpu_ram_efficient_loading: bool | None = _option(
-        kind=bool,
-        variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
         about="Rank 0 alone reads the weights",
         fallback=False,
     )
     transformer_cls_names_to_wrap: list[str] | str | None = _option(
-        kind=str,
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         yaml="fsdp_transformer_layer_cls_to_wrap",
         about="Classes of the modules that transformer_based_wrap chooses, with commas",
@@ -133,9 +114,7 @@ class FsdpOptions:
         fallback="",
     )
     min_num_params: int | None = _option(
-        kind=int,
         check=partial(as_count, least=0),
-        variable="FSDP_MIN_NUM_PARAMS",
         about="size_based_wrap: minimum number of parameters of a wrapped module; 0 wraps nothing",
         fallback=0,
     )

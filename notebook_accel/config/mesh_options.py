@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from notebook_accel.config.setting import setting
 
-
-def _size(name: str, about: str) -> Any:
-    variable = f"PARALLELISM_CONFIG_{name.upper()}"
-    return setting(kind=int, about=about, variable=variable, own="", fallback=1)
+_size = partial(setting, own="", prefix="PARALLELISM_CONFIG_", fallback=1)
 
 
 @dataclass
@@ -25,15 +23,14 @@ class MeshOptions:
     """
 
     dp_replicate_size: int | None = _size(
-        "dp_replicate_size", "Copies of the model (or of its shards) that read different samples"
+        about="Copies of the model (or of its shards) that read different samples"
     )
     dp_shard_size: int | None = _size(
-        "dp_shard_size", "Ranks over which one copy is sharded (FSDP2), each with its own samples"
+        about="Ranks over which one copy is sharded (FSDP2), each with its own samples"
     )
-    tp_size: int | None = _size("tp_size", "Ranks that compute each layer together")
+    tp_size: int | None = _size(about="Ranks that compute each layer together")
     cp_size: int | None = _size(
-        "cp_size",
-        "Ranks that divide each sequence; the loop trains inside "
+        about="Ranks that divide each sequence; the loop trains inside "
         "``accelerator.maybe_context_parallel``. Weights are sharded over them, too",
     )
     cp_backend: str | None = None
@@ -49,8 +46,7 @@ class MeshOptions:
     sp_handler: Any = None
     """Accepted."""
     pp_size: int | None = _size(
-        "pp_size",
-        "Ranks of a pipeline, over which the model's blocks are divided; the loop calls "
+        about="Ranks of a pipeline, over which the model's blocks are divided; the loop calls "
         "``accelerator.forward_backward``. Composes with all but ``cp_size``",
     )
     pp_schedule: str = "1F1B"

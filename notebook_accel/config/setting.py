@@ -16,7 +16,7 @@ import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_positive, as_text
 from notebook_accel.text_values import value_of
@@ -26,7 +26,7 @@ _ROW = "setting"
 
 
 # How a value is checked where its row names no check and no choices.
-_CHECKS: Mapping[Any, Callable[[str, Any], Any]] = {
+_CHECKS: Mapping[type, Callable[[str, Any], Any]] = {
     bool: as_flag,
     int: as_count,
     float: as_positive,
@@ -39,14 +39,16 @@ class Setting:
     """All facts about one setting, which :func:`setting` stores in a field's metadata.
 
     Attributes:
-        kind: type to which text from YAML, variables and the form is converted.
+        kind: type to which text from YAML, variables and the form is converted; None takes that of
+            the field, if it is one of the four of ``_CHECKS``, else ``str``.
         about: what it does, in one or two sentences without the final full stop.
         check: ``check(name, value)`` returns the plain value, or raises ConfigError; None checks
             ``kind``. Not used with ``choices``.
         choices: the allowed texts, or a function that returns them; empty allows any value.
         label: in the form; "" shows the name.
         unset: what it means to leave the setting at its default.
-        variable: of Accelerate's launcher; "" if there is none.
+        variable: of Accelerate's launcher; "" if there is none, or if ``prefix`` makes it.
+        prefix: of a variable that has the name of the field behind it.
         own: our variable; None for ``NOTEBOOK_ACCEL_<NAME>``, "" for none.
         yaml: entry of ``accelerate config``; "" for none (a plugin's option: its own name).
         is_for_ranks: whether ranks read the setting from their environment.
@@ -66,6 +68,7 @@ class Setting:
     label: str = ""
     unset: str = ""
     variable: str = ""
+    prefix: str = ""
     own: str | None = None
     yaml: str = ""
     is_for_ranks: bool = False
@@ -134,19 +137,22 @@ def setting(default: Any = None, **row: Any) -> Any:
 @functools.cache
 def settings_of(kind: Any) -> Mapping[str, Setting]:
     """Return settings by name, in order; fields not made by :func:`setting` are left out."""
-    rows = {one.name: one.metadata[_ROW] for one in fields(kind) if _ROW in one.metadata}
-    # Types that only a type checker can import are given in the row.
-    hints = get_type_hints(kind) if any(row.kind is None for row in rows.values()) else {}
-    return {
-        name: replace(row, name=name, kind=row.kind or hints[name]) for name, row in rows.items()
-    }
+    kinds = {each.__name__: each for each in _CHECKS}
+    rows: dict[str, Setting] = {}
+    for one in fields(kind):
+        if _ROW in one.metadata:
+            row: Setting = one.metadata[_ROW]
+            variable = row.variable or (row.prefix and f"{row.prefix}{one.name.upper()}")
+            type_ = row.kind or kinds.get(str(one.type).removesuffix(" | None"), str)
+            rows[one.name] = replace(row, name=one.name, variable=variable, kind=type_)
+    return rows
 
 
 def documented(kind: _Class) -> _Class:
     """Append the settings of a class to its docstring, with types and defaults, for ``help()``."""
     rows = [
         f"{one.name}: {one.type} = {one.default!r}\n"
-        + textwrap.indent(textwrap.fill(one.metadata[_ROW].text, 90), "    ")
+        + textwrap.indent(textwrap.fill(settings_of(kind)[one.name].text, 90), "    ")
         for one in fields(kind)
         if _ROW in one.metadata
     ]
