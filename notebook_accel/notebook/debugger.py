@@ -12,8 +12,9 @@ freed when the user leaves the debugger (q), with the next launch or ``%%acceler
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.getipython import get_ipython
@@ -37,17 +38,6 @@ HINT_TO_DEBUG = "To look into its frames: launch with debug=True, then `%acceler
 _held: HeldLaunch | None = None
 
 
-class FailedCall(Protocol):
-    """Interface of the ranks of a failed call that :func:`debug` looks into."""
-
-    @property
-    def rank_at_fault(self) -> int | None:
-        """The rank that failed first; None if none is known."""
-
-    def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """Return an answer a rank; None from one without an error, and from those not asked."""
-
-
 @dataclass(frozen=True)
 class HeldLaunch:
     """The ranks of a failed launch, kept for ``%accelerate debug``; no rank may be at fault."""
@@ -55,9 +45,6 @@ class HeldLaunch:
     session: Session
     name: str
     rank_at_fault: int | None
-
-    def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        return self.session.ask(request)
 
 
 def held_launch() -> HeldLaunch | None:
@@ -116,15 +103,22 @@ def _hold_or_end(session: Session) -> bool:
     return True
 
 
-def debug(failed_call: FailedCall, rank: int | None = None) -> None:
+def debug(
+    ask: Callable[[DebugCall], list[DebugAnswer | None]],
+    rank: int | None,
+    at_fault: Callable[[], int | None],
+) -> None:
     """Read pdb commands from the user and run them in a rank that has an error, until they quit.
 
-    ``rank=None`` is the rank at fault, or else the first one with an error.
+    Args:
+        ask: returns an answer a rank; None from one without an error, and from those not asked.
+        rank: None is the rank at fault, or else the first one with an error.
+        at_fault: asked after the first answers: the rank that failed first; None if none is known.
 
     Raises:
         NotebookAccelError: no such rank has an error, or nobody can answer ``input()`` here.
     """
-    answers = failed_call.ask_debuggers(DebugCall())
+    answers = ask(DebugCall())
     failed = [number for number, answer in enumerate(answers) if answer is not None]
     if not failed:
         raise NotebookAccelError(
@@ -132,8 +126,8 @@ def debug(failed_call: FailedCall, rank: int | None = None) -> None:
             "until the next one runs"
         )
     if rank is None:
-        at_fault = failed_call.rank_at_fault
-        rank = failed[0] if at_fault is None or at_fault not in failed else at_fault
+        first = at_fault()
+        rank = failed[0] if first is None or first not in failed else first
     if rank not in failed:
         verb = "has" if len(failed) == 1 else "have"
         raise NotebookAccelError(
@@ -142,15 +136,11 @@ def debug(failed_call: FailedCall, rank: int | None = None) -> None:
     answer = answers[rank]
     while answer is not None and not answer.is_over:
         print(answer.text, end="")  # noqa: T201
-        request = DebugCall(command=_ask_for_command(f"rank {rank} (pdb) "), rank=rank)
-        answer = failed_call.ask_debuggers(request)[rank]
-
-
-def _ask_for_command(prompt: str) -> str:
-    try:
-        return input(prompt)
-    except (StdinNotImplementedError, EOFError) as error:
-        raise NotebookAccelError(
-            "%accelerate debug asks for commands, and nobody can be asked here: use a frontend "
-            "with input fields (JupyterLab, Notebook, VS Code, Colab, a terminal)"
-        ) from error
+        try:
+            command = input(f"rank {rank} (pdb) ")
+        except (StdinNotImplementedError, EOFError) as error:
+            raise NotebookAccelError(
+                "%accelerate debug asks for commands, and nobody can be asked here: use a frontend "
+                "with input fields (JupyterLab, Notebook, VS Code, Colab, a terminal)"
+            ) from error
+        answer = ask(DebugCall(command=command, rank=rank))[rank]

@@ -34,41 +34,25 @@ class Diagnosis:
     """The findings of ``%accelerate doctor``: a table in a notebook, lines in a terminal."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
-        self.findings = list(findings)
+        self.findings = findings
 
     def __repr__(self) -> str:
         return "\n".join(as_lines(self.findings))
 
     def _repr_html_(self) -> str:
         width = 14 + 8 * max((len(each.subject) for each in self.findings), default=0)
-        rows = [
-            element(
-                "tr",
-                element(
-                    "td",
-                    SIGNS[each.level],
-                    style=f"{_CELL};flex:0 0 24px;color:{_COLOURS[each.level]}",
-                    aria_label=each.level,
-                ),
-                element(
-                    "td",
-                    element("b", each.subject, style=f"flex:0 0 {width}px;font-weight:600"),
-                    element("div", *_answer(each), style="flex:1 1 300px"),
-                    style=f"{_CELL};flex:1 1 0;display:flex;flex-wrap:wrap",
-                ),
-                style=_ROW,
-            )
-            for each in self.findings
-        ]
+        rows = []
+        for each in self.findings:
+            colour = f"color:{_COLOURS[each.level]}"
+            style = f"{_CELL};flex:0 0 24px;{colour}"
+            sign = element("td", SIGNS[each.level], style=style, aria_label=each.level)
+            subject = element("b", each.subject, style=f"flex:0 0 {width}px;font-weight:600")
+            remedy = element("div", f"→ {each.remedy}", style=colour) if each.remedy else ""
+            found = element("div", each.found, remedy, style="flex:1 1 300px")
+            style = f"{_CELL};flex:1 1 0;display:flex;flex-wrap:wrap"
+            rows.append(element("tr", sign, element("td", subject, found, style=style), style=_ROW))
         body = element("tbody", *rows, style="display:block")
         return str(element("table", body, style="display:block;font-size:13px"))
-
-
-def _answer(finding: Finding) -> list[str]:
-    if not finding.remedy:
-        return [finding.found]
-    remedy = element("div", f"→ {finding.remedy}", style=f"color:{_COLOURS[finding.level]}")
-    return [finding.found, remedy]
 
 
 def diagnose() -> Diagnosis:
@@ -88,7 +72,11 @@ def _widgets() -> list[Finding]:
     if server is None:
         found += "; where a panel stays empty, install jupyterlab_widgets where Jupyter itself runs"
         return [Finding(subject="widgets", found=found)]
-    version = next(filter(None, map(_version_in, _folders_of_server(server))), "")
+    # A server looks for extensions in its own environment, then in shared folders.
+    paths: Any = importlib.import_module("jupyter_core.paths")  # it comes with ipykernel
+    shared = (Path(each) for each in paths.jupyter_path() if not each.startswith(sys.prefix))
+    folders = (Path(server).parent.parent / "share/jupyter", *shared)
+    version = next(filter(None, map(_version_in, folders)), "")
     # By the first number of their versions: ipywidgets 8 goes with 5, ipywidgets 7 with 3.
     fitting, package = ("3", "1") if found.startswith("ipywidgets 7") else ("5", "3")
     found += f"; jupyterlab-manager {version or 'is not'} in the Jupyter server ({server})"
@@ -97,15 +85,6 @@ def _widgets() -> list[Finding]:
     remedy = f"{server} -m pip install 'jupyterlab_widgets=={package}.*', then reload the page"
     remedy += "; until then, view='text' shows runs as lines"
     return [Finding(subject="widgets", found=found, remedy=remedy)]
-
-
-def _folders_of_server(python: str) -> list[Path]:
-    """Return where a server looks for extensions: its own environment, then shared folders."""
-    paths: Any = importlib.import_module("jupyter_core.paths")  # it comes with ipykernel
-    everywhere = (
-        Path(folder) for folder in paths.jupyter_path() if not folder.startswith(sys.prefix)
-    )
-    return [Path(python).parent.parent / "share/jupyter", *everywhere]
 
 
 def _server_python() -> str | None:

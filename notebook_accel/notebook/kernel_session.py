@@ -107,34 +107,29 @@ def session_for(
     running = current_session()
     if running is None:
         return start_session(shell, *resolve(arguments, config))
-    _check_same(running, given_settings(arguments, config))
-    lost = running.lost_with_device
-    return restart_session(shell, running.config, [lost]) if lost else running
-
-
-def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a setting differs, with the command that starts another session."""
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        n: value for n, value in given_settings(arguments, config).items() if value is not None
+    }
     has = replace(running.config, num_processes=running.world_size)
     wanted = LaunchConfig(**given)
-    other = [name for name in given if getattr(wanted, name) != getattr(has, name)]
-    if not other:
-        return
-    command = "%accelerate stop"
-    if _OPTIONS.keys() >= set(other):
-        options = (f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other)
-        command = " ".join(["%accelerate restart", *options])
-    # Texts of variables may be secrets, and a notebook is saved with its errors.
-    held = ", ".join(
-        f"env of {', '.join(has.env or ()) or 'nothing'}"
-        if name == "env"
-        else f"{name}={getattr(has, name)!r}"
-        for name in other
-    )
-    raise ConfigError(
-        f"the session was started with {held}: `{command}` ends it, with all its names, for one "
-        "with other settings; `%%accelerate --fresh` runs a cell in ranks of its own"
-    )
+    if other := [name for name in given if getattr(wanted, name) != getattr(has, name)]:
+        command = "%accelerate stop"
+        if _OPTIONS.keys() >= set(other):
+            options = (f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other)
+            command = " ".join(["%accelerate restart", *options])
+        # Texts of variables may be secrets, and a notebook is saved with its errors.
+        held = ", ".join(
+            f"env of {', '.join(has.env or ()) or 'nothing'}"
+            if name == "env"
+            else f"{name}={getattr(has, name)!r}"
+            for name in other
+        )
+        raise ConfigError(
+            f"the session was started with {held}: `{command}` ends it, with all its names, for "
+            "one with other settings; `%%accelerate --fresh` runs a cell in ranks of its own"
+        )
+    lost = running.lost_with_device
+    return restart_session(shell, running.config, [lost]) if lost else running
 
 
 def end_session() -> bool:

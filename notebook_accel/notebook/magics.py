@@ -30,17 +30,16 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.scripts.cell_script import script_of_cells
-from notebook_accel.launch.template.handle import imports_line, warm
+from notebook_accel.launch.template.handle import imports_line
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import debugger, kernel_session
 from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
-from notebook_accel.notebook.imports import follow_imports
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import CellOptions, NotebookSession
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
-from notebook_accel.notebook.warming import keep_reading
+from notebook_accel.notebook.warming import prepare
 
 # ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
 # asks a completer by the first word of the line, and takes of its answer what begins with the word
@@ -125,9 +124,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
         return of_session.union(ipython.run_line_magic("who_ls", ""))
 
     complete_magic(ipython, names)
-    keep_reading(getattr(ipython, "kernel", None))
-    warm()
-    follow_imports(ipython)
+    prepare(ipython)
 
 
 class CellSyntaxError(Exception):
@@ -211,7 +208,11 @@ class AccelerateMagics(Magics):
         if options.fresh:
             _check_fresh(options)
         shell: Any = self.shell
-        source, number = self._source(line, cell)
+        # IPython 9 counts a cell before it runs it, older ones after.
+        number = len(shell.user_ns["In"]) - 1
+        # With the magic's own line: the page counts lines from there.
+        text = f"%%accelerate {line}\n{cell}"
+        source = CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text)
         with show_in_short():
             chosen = CellOptions(
                 ranks=_parse_ranks(options.ranks),
@@ -245,7 +246,7 @@ class AccelerateMagics(Magics):
         if not options.fresh:
             yield kernel_session.session_for(self._notebook, _given(options), options.config)
             return
-        running = NotebookSession(self._notebook, *_settings(options))
+        running = NotebookSession(self._notebook, *resolve(_given(options), options.config))
         try:
             yield running
         except NotebookAccelError as error:
@@ -270,15 +271,6 @@ class AccelerateMagics(Magics):
         target.write_text(script, encoding="utf-8")
         others = "; ".join(f"In[{one}], which {why}" for one, why in running.left_out.items())
         print(f"wrote {target}{others and f', without {others}'}")  # noqa: T201
-
-    def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
-        """Return the whole cell, as tracebacks quote it, and its execution number."""
-        shell: Any = self.shell
-        # IPython 9 counts a cell before it runs it, older ones after.
-        number = len(shell.user_ns["In"]) - 1
-        # With the magic's own line: the page counts lines from there.
-        text = f"%%accelerate {line}\n{cell}"
-        return CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text), number
 
     @magic_arguments("%everywhere")
     @argument("--list", action="store_true", help="show the cells that ranks run at their start")
@@ -319,12 +311,12 @@ class AccelerateMagics(Magics):
 
     def _start(self, arguments: Sequence[str]) -> None:
         options = _start_options.parser.parse_args(arguments)
-        kernel_session.start_session(self._notebook, *_settings(options))
+        kernel_session.start_session(self._notebook, *resolve(_given(options), options.config))
 
     def _restart(self, arguments: Sequence[str]) -> None:
         running = kernel_session.current_session()
         options = _start_options.parser.parse_args(arguments)
-        config, notices = _settings(options)
+        config, notices = resolve(_given(options), options.config)
         if running is not None and options.config is None:
             changed = {name: value for name, value in _given(options).items() if value is not None}
             config, notices = replace(running.config, **changed), []
@@ -364,9 +356,10 @@ class AccelerateMagics(Magics):
     def _debug(self, arguments: Sequence[str]) -> None:
         held, rank = held_launch(), _parse_rank(arguments)
         if held is None:
-            debugger.debug(self._running(), rank)
+            running = self._running()
+            debugger.debug(running.ask_debuggers, rank, lambda: running.rank_at_fault)
         else:
-            debugger.debug(held, rank)
+            debugger.debug(held.session.ask, rank, lambda: held.rank_at_fault)
             end_held_launch()
             print("the ranks of the launch have ended")  # noqa: T201
 
@@ -418,11 +411,6 @@ _OPTIONS_OF = {
 
 def _given(options: Any) -> dict[str, Any]:
     return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
-
-
-def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
-    """Return the settings, completed by file, environment and defaults, and notices about these."""
-    return resolve(_given(options), options.config)
 
 
 def _check_fresh(options: Any) -> None:

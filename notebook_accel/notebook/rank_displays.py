@@ -22,7 +22,6 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
 from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.render.displayed import LABEL_STYLE, first_asked
 from notebook_accel.render.markup import element
 from notebook_accel.render.panel import AskedStacks
@@ -125,21 +124,23 @@ def say(text: str, slot: DisplaySlot | None = None) -> None:
 _PLAIN = "text/plain"
 
 
-def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = None) -> None:
+def show_values(
+    values: Sequence[Mapping[str, str] | None], slot: DisplaySlot | None = None
+) -> None:
     """Show each rank's value, equal ones once; without a slot, in the running cell's thread."""
-    texts = by_rank([None if value is None else value.text for value in values])
+    texts = by_rank([None if value is None else value.get(_PLAIN, "") for value in values])
     groups = _alike(values)
-    is_rich = any(set(value.data) != {_PLAIN} for value, _ in groups)
+    is_rich = any({*value} != {_PLAIN} for value, _ in groups)
     if slot is not None:
         # Of a cell that has ended long ago nothing but a slot can be filled, with one thing.
         is_of_all = [len(ranks) for _, ranks in groups] == [len(values)]
         if groups:
-            slot.show(groups[0][0].data if is_of_all else {_PLAIN: texts})
+            slot.show(groups[0][0] if is_of_all else {_PLAIN: texts})
         return
     for value, ranks in groups if is_rich else ():
         if len(values) > 1:
             say(wording.rank_list(ranks))
-        DisplaySlot().show(value.data)
+        DisplaySlot().show(value)
     if not is_rich:
         print(texts, end="")  # noqa: T201
 

@@ -4,12 +4,13 @@
                           ^                                                        |
                           +---- CellOutcome of each rank: value, assigned names <--+
 
-A kernel has at most one (kernel_session.py). ownership.py tells which side assigned a name last,
-session_hints.py completes names; ``launch`` starts, calls and ends ranks.
+A kernel has at most one (kernel_session.py). ownership.py tells which side assigned a name last;
+``launch`` starts, calls and ends ranks.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +32,10 @@ from notebook_accel.launch.run import Run, call_of, results_now
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.used_names import (
     PROVIDED,
+    CellNames,
     names_of,
     submodules,
+    without_watcher,
 )
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
@@ -42,7 +45,6 @@ from notebook_accel.notebook.debugger import debug
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import show_values
-from notebook_accel.notebook.session_hints import SessionHints
 from notebook_accel.notebook.tracebacks import cell_sources
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker.calls import (
@@ -134,7 +136,8 @@ class NotebookSession:
         self._background: threading.Thread | None = None
         request = LaunchRequest(config=config, view=view or View(), name="the session")
         self.session = Session(request)
-        self._hints = SessionHints(shell, lambda: self.names, self._owners.note_assigned)
+        self._shell.events.register("post_run_cell", self._after_cell)
+        self._shell.Completer.custom_matchers.append(self._complete)
 
     @property
     def world_size(self) -> int:
@@ -204,7 +207,7 @@ class NotebookSession:
             )
         except WorkerError as error:
             if isinstance(error.__cause__, BreakpointError) and can_answer(find_kernel()):
-                debug(self, error.rank)
+                debug(self.ask_debuggers, error.rank, lambda: self.rank_at_fault)
             raise
         conclude = partial(self._conclude, run, request, number, found.certain)
         if options.in_background:
@@ -486,6 +489,32 @@ class NotebookSession:
             self._shell.user_ns[name] = values if rank is None else values[0]
             self._owners.note_pulled(name)
 
+    # ---- the notebook's own cells, which see no name of the session: ``model.eval()`` is a
+    # NameError there.
+
+    def _complete(self, text: str) -> list[str]:
+        return sorted(name for name in self.names if text and name.startswith(text))
+
+    def _after_cell(self, result: Any) -> None:
+        """Note what a cell of the notebook assigned; hint at a name that the session has."""
+        text = getattr(getattr(result, "info", None), "raw_cell", None) or ""
+        missing = getattr(result.error_in_exec, "name", None)
+        if (
+            isinstance(result.error_in_exec, NameError)
+            and missing in self.names
+            and missing not in self._shell.user_ns
+        ):
+            where = f"lives in the session: `%accelerate pull {missing}`"
+            if missing in PROVIDED:
+                # Each rank has its own, and an accelerator may not have been made yet.
+                where = "is there in the cells of `%%accelerate`"
+            sys.stderr.write(f"`{missing}` {where}\n")
+        is_the_notebooks = result.success and not text.lstrip().startswith("%%accelerate")
+        names = CellNames()
+        if is_the_notebooks:
+            names = names_of(self._shell.transform_cell(without_watcher(text)))
+        self._owners.note_assigned(names.assigned)
+
     # ---- the session -----------------------------------------------------------------------
 
     def describe(self) -> str:
@@ -519,7 +548,8 @@ class NotebookSession:
 
     def end(self) -> None:
         """A call in the background has ``config.grace`` seconds to end by itself."""
-        self._hints.remove()
+        self._shell.events.unregister("post_run_cell", self._after_cell)
+        self._shell.Completer.custom_matchers.remove(self._complete)
         self.session.close(self.config.grace)
 
 

@@ -43,15 +43,18 @@ def _look(loop: Any, stream: Any) -> None:
         loop.call_later(_LOOK_SECONDS, functools.partial(_look, loop, stream))
 
 
-def warm_kernel() -> None:
-    """Start the template in the background, if this process is the kernel of a notebook.
+def prepare(shell: Any) -> None:
+    """Start the template in the background; the launch itself will report its errors."""
+    keep_reading(getattr(shell, "kernel", None))
+    warm()
+    follow_imports(shell)
 
-    Not in a script, whose first launch comes at once or never, nor in a rank. It raises no errors:
-    the launch itself will report them.
+
+def warm_kernel() -> None:
+    """Prepare if this process is the kernel of a notebook.
+
+    Not in a script, whose first launch comes at once or never, nor in a rank.
     """
     shell = get_ipython()
-    kernel = getattr(shell, "kernel", None)
-    keep_reading(kernel)
-    if kernel is not None and processes.supported():
-        warm()
-        follow_imports(shell)
+    if getattr(shell, "kernel", None) is not None and processes.supported():
+        prepare(shell)

@@ -18,14 +18,15 @@ import linecache
 import pdb
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.worker.tracebacks import error_text, users_frames
-from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.rank import this_rank
 
 
@@ -48,15 +49,20 @@ class NamesOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome(NamesOutcome):
-    """A rank's answer to a cell; ``value`` is None where there is none, or the cell did not run."""
+    """A rank's answer to a cell.
 
-    value: ShownValue | None = None
+    Attributes:
+        value: of its last expression by MIME type, binary data in base64; None where there is none,
+            or the cell did not run.
+    """
+
+    value: Mapping[str, str] | None = None
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
-        return {} if self.value is None else dict(self.value.data)
+        return dict(self.value or {})
 
     def __repr__(self) -> str:
-        return "None" if self.value is None else self.value.text
+        return "None" if self.value is None else self.value.get("text/plain", "")
 
 
 @dataclass(kw_only=True)
@@ -117,7 +123,10 @@ class CellCall(NamesCall):
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
         namespace.get_ready(self.mentions, renews_group=self.renews_group)
-        namespace.import_modules(self.imports)
+        for name in self.imports:
+            # Where one fails, the cell fails as it uses it.
+            with suppress(ImportError):
+                import_module(name)
         value = None
         if self.ranks is None or this_rank.current().rank in self.ranks:
             value = namespace.shell.run(self.text, self.source, self.first_line)
@@ -172,9 +181,10 @@ class DebugCall:
             return None
         if kept.debugger is None:
             kept.debugger = PostMortem(kept.error)
-        if self.command is None:
-            return DebugAnswer(kept.debugger.describe())
-        return DebugAnswer(*kept.debugger.answer(self.command))
+        answer: DebugAnswer = kept.debugger.answer(self.command)
+        if answer.is_over:
+            kept.debugger = None
+        return answer
 
 
 def _rank_namespace() -> Any:
@@ -195,50 +205,35 @@ class PostMortem:
     """A pdb debugger in a rank, whose commands come from its caller; the frame stays selected."""
 
     def __init__(self, error: BaseException) -> None:
+        from notebook_accel.launch.worker import main  # in a rank alone
+
         self._error = error
         self._output = io.StringIO()
-        self._debugger: _Debugger | None = None
+        self._pdb = _Debugger(stdout=self._output, nosigint=True, readrc=False)
+        self._pdb.reset()
+        self._pdb.setup(None, _without_ours(users_frames(error, caller=main.__file__)))
 
-    def describe(self) -> str:
-        debugger = self._ready()
-        self._output.write(f"{type(self._error).__name__}: {error_text(self._error)}\n")
-        debugger.print_stack_entry(debugger.stack[debugger.curindex])
-        return self._take_output()
-
-    def answer(self, command: str) -> tuple[str, bool]:
-        """Return the output, and whether the debugger ended; ``continue`` resumes nothing."""
-        debugger = self._ready()
-        tracer = sys.gettrace()
+    def answer(self, command: str | None) -> DebugAnswer:
+        """Run a command, of which ``continue`` resumes nothing; None describes the error."""
+        leaves, tracer = False, sys.gettrace()
         try:
-            leaves = bool(debugger.onecmd(debugger.precmd(command)))
+            if command is None:
+                self._output.write(f"{type(self._error).__name__}: {error_text(self._error)}\n")
+                self._pdb.print_stack_entry(self._pdb.stack[self._pdb.curindex])
+            else:
+                leaves = bool(self._pdb.onecmd(self._pdb.precmd(command)))
         except Exception as error:  # a command that reads from a terminal, a __repr__ that fails
             self._output.write(f"*** {type(error).__name__}: {error_text(error)}\n")
-            leaves = False
         finally:
             # pdb's `debug` leaves its own, which would stop the rank in the next function it calls.
             sys.settrace(tracer)
-        if leaves and not debugger.quitting:
+        if leaves and not self._pdb.quitting:
             self._output.write(_GOES_ON)
             leaves = False
-        if leaves:
-            self._debugger = None
-        return self._take_output(), leaves
-
-    def _ready(self) -> _Debugger:
-        if self._debugger is None:
-            from notebook_accel.launch.worker import main  # in a rank alone
-
-            self._debugger = _Debugger(stdout=self._output, nosigint=True, readrc=False)
-            self._debugger.reset()
-            entry = users_frames(self._error, caller=main.__file__)
-            self._debugger.setup(None, _without_ours(entry))
-        return self._debugger
-
-    def _take_output(self) -> str:
         text = self._output.getvalue()
         self._output.seek(0)
         self._output.truncate()
-        return text
+        return DebugAnswer(text, is_over=leaves)
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:

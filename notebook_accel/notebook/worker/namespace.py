@@ -28,7 +28,6 @@ from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import CellSource, global_names
 from notebook_accel.launch.text.used_names import is_history
 from notebook_accel.launch.worker import displays
-from notebook_accel.notebook.worker.shown_value import ShownValue
 from notebook_accel.rank import this_rank
 
 # ---- The IPython shell of a rank: it runs cells as a kernel does, and keeps what they show.
@@ -36,13 +35,6 @@ from notebook_accel.rank import this_rank
 
 # As of what a rank displays: a page with more of it stands still.
 _MAX_BYTES = 2_000_000
-
-
-def make_shell() -> RankShell:
-    """Return a new IPython shell for this rank, whose variables are those of ``__main__``."""
-    main = sys.modules["__main__"]
-    made: RankShell = RankShell.instance(user_module=main, user_ns=vars(main), colors="NoColor")
-    return made
 
 
 class _Compiler(CachingCompiler):
@@ -88,8 +80,8 @@ class RankShell(InteractiveShell):
         configurables: Any = self.configurables
         configurables.append(self.history_manager)
 
-    def run(self, text: str, source: CellSource, first_line: int) -> ShownValue | None:
-        """Return the last expression's value, or None; raise what the cell raises.
+    def run(self, text: str, source: CellSource, first_line: int) -> dict[str, str] | None:
+        """Return the last expression's value by MIME type, or None; raise what the cell raises.
 
         ``text`` begins at line ``first_line`` of ``source``, which tracebacks quote.
         """
@@ -107,7 +99,15 @@ class RankShell(InteractiveShell):
         pyplot: Any = sys.modules.get("matplotlib.pyplot")
         if pyplot is not None and pyplot.get_fignums():
             pyplot.show()
-        return None if self._hook.shown is None else _shown(self._hook.shown)
+        if self._hook.shown is None:
+            return None
+        texts = {"text/plain": "", **displays.sendable(self._hook.shown)}
+        size = sum(map(len, texts.values()))
+        if size > _MAX_BYTES:
+            short = texts["text/plain"][:20_000]
+            note = f"… (not shown: {size / 1e6:.1f} MB, the limit is {_MAX_BYTES / 1e6:.0f} MB)"
+            texts = {"text/plain": f"{short}{note}"}
+        return texts
 
     # An error is raised to the notebook, which shows it: nobody reads one that is printed here.
 
@@ -125,16 +125,6 @@ class RankShell(InteractiveShell):
         return
 
 
-def _shown(data: dict[str, Any]) -> ShownValue:
-    texts = {"text/plain": "", **displays.sendable(data)}
-    size = sum(map(len, texts.values()))
-    if size > _MAX_BYTES:
-        short = texts["text/plain"][:20_000]
-        note = f"… (not shown: {size / 1e6:.1f} MB, the limit is {_MAX_BYTES / 1e6:.0f} MB)"
-        texts = {"text/plain": f"{short}{note}"}
-    return ShownValue(texts)
-
-
 # What every cell finds from the start; an accelerator is made for the first cell that uses one.
 _TRAINING = "notebook_accel.training.cell_globals"
 _AT_ONCE = ("rank", "world_size", "device")
@@ -147,7 +137,9 @@ def rank_namespace() -> Namespace:
     """Return this rank's ``Namespace``; the first call makes it, with its shell."""
     global _namespace
     if _namespace is None:
-        _namespace = Namespace(make_shell())
+        main = sys.modules["__main__"]
+        shell = RankShell.instance(user_module=main, user_ns=vars(main), colors="NoColor")
+        _namespace = Namespace(shell)
     return _namespace
 
 
@@ -191,12 +183,6 @@ class Namespace:
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
-
-    def import_modules(self, names: Iterable[str]) -> None:
-        """Import modules by full names; skip one that fails: the cell fails where it uses it."""
-        for name in names:
-            with suppress(ImportError):
-                import_module(name)
 
     def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
         """Return the changes since the last report, as the fields of a ``NamesOutcome``.
@@ -268,7 +254,11 @@ def _wrapped(value: Any) -> list[Any]:
     """Return what it wraps, a model's modules' classes, or else the class of ``value``."""
     kind = type(value)
     if issubclass(kind, types.FunctionType):
-        return [held for cell in value.__closure__ or () for held in _contents(cell)]
+        held = []
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is unassigned
+                held.append(cell.cell_contents)
+        return held
     if issubclass(kind, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if issubclass(kind, types.MethodType):
@@ -282,10 +272,3 @@ def _wrapped(value: Any) -> list[Any]:
         with suppress(AttributeError):
             return list({type(module) for module in value.modules()})
     return [kind]
-
-
-def _contents(cell: types.CellType) -> list[Any]:
-    """Return the content of a closure cell as a list; [] if the cell is unassigned."""
-    with suppress(ValueError):
-        return [cell.cell_contents]
-    return []
