@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
@@ -74,67 +75,67 @@ def spellings(*names: str) -> list[str]:
 
 def add_settings(parser: ArgumentParser) -> None:
     """Add options to ``parser``: one per setting, and those that only ``accelerate launch`` has."""
-    spelled = _Spelled(parser)
+    probe = ArgumentParser(parents=[parser], add_help=False)
+
     machines = parser.add_argument_group("machines, as in `accelerate launch`")
     for key, option in _MACHINES.items():
-        spelled.add(machines, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
+        _add(probe, machines, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
     group = parser.add_argument_group("settings of the ranks")
-    spelled.add(group, ("config", "config_file"), help="YAML file, ours or of `accelerate config`")
+    _add(probe, group, ("config", "config_file"), help="YAML file, ours or of `accelerate config`")
     for name, row in settings_of(LaunchConfig).items():
         if name == "env":
-            spelled.add(
-                group, (name,), action="append", metavar="NAME=VALUE", help=_help(row), default=None
+            _add(
+                probe,
+                group,
+                (name,),
+                action="append",
+                metavar="NAME=VALUE",
+                help=_help(row),
+                default=None,
             )
         elif name not in PLUGINS:
             kind = {"action": "store_const", "const": "true"} if row.kind is bool else {}
-            spelled.add(group, (name, row.yaml), help=_help(row), **kind)
-    _add_plugins(parser, spelled)
+            _add(probe, group, (name, row.yaml), help=_help(row), **kind)
+    _add_plugins(parser, probe)
     as_in = parser.add_argument_group("as in `accelerate launch`")
     for flag in (*_FLAGS, *_ACCEPTED_FLAGS):
-        spelled.add(as_in, (flag,), action="store_true", dest=f"flag {flag}")
+        _add(probe, as_in, (flag,), action="store_true", dest=f"flag {flag}")
     for key in (*READ_BY_RANKS, *_FP8_UNUSED):
         kind = {"action": "store_true"} if "_use_" in key else {}
-        spelled.add(as_in, (key,), dest=f"section {key}", **kind)
+        _add(probe, as_in, (key,), dest=f"section {key}", **kind)
     as_in.add_argument("-q", action="store_true", help=SUPPRESS)
-    spelled.add(as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
+    _add(probe, as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
     for key in (*WITHOUT_EFFECT, "main_training_function", "mpirun_hostfile"):
-        spelled.add(as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
+        _add(probe, as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
 
 
-def _add_plugins(parser: ArgumentParser, spelled: _Spelled) -> None:
+def _add_plugins(parser: ArgumentParser, probe: ArgumentParser) -> None:
     for name, plugin in PLUGINS.items():
         of_plugin = parser.add_argument_group(plugin.title, plugin.about)
         switch = plugin.switch.lower().removeprefix("accelerate_")
-        spelled.add(of_plugin, (switch, f"use_{name}"), action="store_true", dest=f"use {name}")
+        _add(probe, of_plugin, (switch, f"use_{name}"), action="store_true", dest=f"use {name}")
         for key, row in plugin.options.items():
-            variable = row.variable.lower()
-            names = (variable.removeprefix("accelerate_"), row.yaml, key)
-            spelled.add(of_plugin, names, dest=f"{name} {row.yaml or key}", help=_help(row))
+            names = (row.variable.lower().removeprefix("accelerate_"), row.yaml, key)
+            _add(probe, of_plugin, names, dest=f"{name} {row.yaml or key}", help=_help(row))
         for key in (*plugin.read_by_ranks, *plugin.without_effect):
-            spelled.add(of_plugin, (key,), dest=f"{name} {key}", help=SUPPRESS)
+            _add(probe, of_plugin, (key,), dest=f"{name} {key}", help=SUPPRESS)
 
 
-class _Spelled:
-    """Adds options under the names that are still free; argparse refuses a second use."""
+def _add(probe: ArgumentParser, group: Any, names: Iterable[str], **options: Any) -> None:
+    """Add an option under its free spellings, if any; the first name is its ``dest``.
 
-    def __init__(self, parser: ArgumentParser) -> None:
-        self._probe = ArgumentParser(parents=[parser], add_help=False)
-
-    def add(self, group: Any, names: Iterable[str], **options: Any) -> None:
-        """Add an option under its free spellings, if any; the first name is its ``dest``."""
-        free = [text for text in spellings(*names) if self._is_free(text)]
-        if free:
-            if "action" not in options:
-                options.setdefault("metavar", "VALUE")
-            options.setdefault("dest", next(iter(names)))
-            group.add_argument(*free, **options)
-
-    def _is_free(self, text: str) -> bool:
-        try:
-            self._probe.add_argument(text)
-        except ArgumentError:
-            return False
-        return True
+    ``probe`` has all options so far: argparse refuses a second use.
+    """
+    free = []
+    for text in spellings(*names):
+        with suppress(ArgumentError):
+            probe.add_argument(text)
+            free.append(text)
+    if free:
+        if "action" not in options:
+            options.setdefault("metavar", "VALUE")
+        options.setdefault("dest", next(iter(names)))
+        group.add_argument(*free, **options)
 
 
 def _help(row: Setting) -> str:

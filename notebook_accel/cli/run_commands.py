@@ -54,7 +54,9 @@ def stop(arguments: Sequence[str]) -> int:
     _add_run(parser, "the one that goes on")
     parser.add_argument("--kill", action="store_true", help="end the ranks now")
     typed = parser.parse_args(arguments)
-    run = _chosen(typed.run, [run for run in run_list.runs(everywhere=True) if _goes_on(run)])
+    run = _chosen(
+        typed.run, [run for run in run_list.runs(everywhere=True) if not run.state.has_ended]
+    )
     if typed.kill:
         run.kill()
     else:
@@ -64,7 +66,7 @@ def stop(arguments: Sequence[str]) -> int:
     while folder.is_stop_asked and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
         # In this order: a request that is left after the end was not taken.
-        if not _goes_on(run_list.read_run(run.id)) and folder.take_stop():
+        if run_list.read_run(run.id).state.has_ended and folder.take_stop():
             print(f"run {run.id} of {run.name} has ended meanwhile")
             return 0
     if folder.is_stop_asked:
@@ -97,19 +99,19 @@ def logs(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"--rank {typed.rank}: run {run.id} has the ranks 0 to {run.world_size - 1}"
         )
-    if not typed.follow or not _goes_on(run):
+    if not typed.follow or run.state.has_ended:
         print(run.logs(typed.rank), end="")
         return 0
     ranks = range(run.world_size) if typed.rank is None else [typed.rank]
     starts = {rank: run.state.ranks[rank].log_start or 0 for rank in ranks}
     while True:
         # In this order: what is printed before the end is there once the end is known.
-        goes_on = _goes_on(run_list.find_run(run.id))
+        has_ended = run_list.find_run(run.id).state.has_ended
         for rank in ranks:
             label = f"[rank {rank}] " if typed.rank is None else ""
             starts[rank] = _print_new(RunFolder(run.log_dir), rank, starts[rank], label)
         sys.stdout.flush()
-        if not goes_on:
+        if has_ended:
             return 0
         time.sleep(_LOOK_SECONDS)
 
@@ -131,10 +133,6 @@ def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
 def _add_run(parser: ArgumentParser, default: str) -> None:
     about = f"the run's id, or the end of it; {default}, if there is none"
     parser.add_argument("run", nargs="?", metavar="RUN", help=about)
-
-
-def _goes_on(run: Run) -> bool:
-    return not run.state.has_ended
 
 
 def _chosen(text: str | None, found: Sequence[Run]) -> Run:

@@ -48,19 +48,11 @@ def test(arguments: Sequence[str]) -> int:
     if typed.engine is None and ENGINES[config.engine].runs_scripts:
         status = run_typed(typed, config, machines, notices)
     else:
-        status = _test_by_engine(config, notices)
+        view, lines = PlainView(), tuple(notices)
+        request = LaunchRequest(function=check_training, config=config, view=view, notices=lines)
+        status = 0 if all(launch(request).results) else 1
     print("notebook-accel test: " + ("all checks passed" if status == 0 else "FAILED, see above"))
     return status
-
-
-def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
-
-    run = launch(
-        LaunchRequest(
-            function=check_training, config=config, view=PlainView(), notices=tuple(notices)
-        )
-    )
-    return 0 if all(run.results) else 1
 
 
 def check_training() -> bool:

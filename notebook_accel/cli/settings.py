@@ -40,22 +40,18 @@ def config(arguments: Sequence[str]) -> int:
         if not write_basic_config(typed.mixed_precision.lower(), path):
             print(f"{path} is there already, and stays as it is")
             return 0
+    elif typed.what == "convert":
+        cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+        home = os.environ.get("HF_HOME", f"{cache}/huggingface")
+        found, notices = settings_in_file(typed.source or f"{home}/accelerate/default_config.yaml")
+        for line in notices:
+            print(line)
+        LaunchConfig(**found).save(path)
     else:
-        chosen = _converted(typed.source) if typed.what else _asked(path)
-        chosen.save(path)
+        _asked(path).save(path)
     saved = "a launch with --config_file" if typed.config_file else "every launch"
     print(f"saved as {path}, which {saved} uses:\n{path.read_text(encoding='utf-8').rstrip()}")
     return 0
-
-
-def _converted(source: str | None) -> LaunchConfig:
-    """Take ``source``, or Accelerate's default file; print which entries are not used."""
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", f"{cache}/huggingface")
-    found, notices = settings_in_file(source or f"{home}/accelerate/default_config.yaml")
-    for line in notices:
-        print(line)
-    return LaunchConfig(**found)
 
 
 def _asked(path: Path) -> LaunchConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -129,22 +130,16 @@ def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
     """Return accelerators from a list or "0,2", each once; or "cpu"."""
     if isinstance(value, str) and value == "cpu":
         return "cpu"
-    devices = _as_indices(value)
-    if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
+    found: list[int | None] = []
+    with contextlib.suppress(TypeError, ValueError):
+        parts = map(int, value.split(",")) if isinstance(value, str) else value
+        found = [as_index(part) for part in parts]
+    devices = tuple(index for index in found if index is not None and index >= 0)
+    if not devices or len(set(devices)) < len(found):
         raise ConfigError(
             f"{name}={shown(value)}: expected 'cpu', or different indices such as [0, 2]"
         )
     return devices
-
-
-def _as_indices(value: Any) -> tuple[int, ...]:
-    """Return () if any entry is no integer."""
-    try:
-        parts = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
-    except (TypeError, ValueError):
-        return ()
-    indices = [as_index(part) for part in parts]
-    return tuple(index for index in indices if index is not None) if None not in indices else ()
 
 
 def check_enough(wanted: int, available: int, why: str) -> None:

@@ -9,6 +9,7 @@ classes of the plugins.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,19 +82,11 @@ class Plugin:
         }
         return {self.switch: "true", **texts}
 
-    def asked_by(self, environment: Mapping[str, str]) -> bool | None:
-        """Return True for on, False for off, None for neither; ConfigError for another text."""
-        text = environment.get(self.switch, "").strip()
+    @property
+    def asked_by_environment(self) -> bool | None:
+        """True for on, False for off, None for neither; ConfigError for another text."""
+        text = os.environ.get(self.switch, "").strip()
         return parse_flag(self.switch, text) if text else None
-
-    def left_open(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-        """Return those of the given options whose variable the environment does not set."""
-        set_there = {
-            name
-            for name, option in self.options.items()
-            if environment.get(option.variable, "").strip()
-        }
-        return {name: value for name, value in given.items() if name not in set_there}
 
     def from_accelerate(self, section: object) -> dict[str, Any]:
         """Return options by our names, without empty ones, "auto" and what only ranks read.

@@ -79,7 +79,7 @@ def resolve(
     Raises:
         ConfigError: a setting is invalid, or a name is no setting.
     """
-    given, notices = _given(arguments, config)
+    given, notices = given_settings(arguments, config)
     saved: dict[str, Any] = {}
     path: Path | None = None
     with contextlib.suppress(ConfigError):
@@ -89,8 +89,8 @@ def resolve(
     if path is not None and os.path.isfile(path):
         saved, not_used = settings_in_file(path)
         notices += [f"settings of {path} are used where the call gives none", *not_used]
-        saved = _left_open(saved, os.environ, given=given)
-    found = _first_of(given, _from_environment(os.environ, given=given), saved)
+        saved = _left_open(saved, given)
+    found = _first_of(given, _from_environment(given), saved)
     chosen = LaunchConfig(**found)
     environment = {**os.environ, **(chosen.env or {})}
     # Seen with torch 2.13: DDP casts its group to gloo's class, and DETAIL has wrapped that.
@@ -118,15 +118,8 @@ def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:
 def given_settings(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> dict[str, Any]:
-    """As :func:`resolve`, without the environment and the default config file."""
-    return _given(arguments, config)[0]
-
-
-def _given(
-    arguments: Mapping[str, Any],
-    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], list[str]]:
+    """As :func:`resolve`, without the environment and the default config file, by names."""
     given: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, LaunchConfig):
@@ -148,58 +141,59 @@ def _given(
 # ---- environment ---------------------------------------------------------------------------
 
 
-def _from_environment(
-    environment: Mapping[str, str], *, given: Mapping[str, Any]
-) -> dict[str, Any]:
+def _from_environment(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, row in settings_of(LaunchConfig).items():
-        variable = None if name in (*_NO_VARIABLE, *given) else row.variable_set(environment)
-        if variable is not None:
-            found.update(_from_variable(name, variable, environment[variable].strip()))
+        variable = row.variable_set(os.environ)
+        if variable is None or name in (*_NO_VARIABLE, *given):
+            continue
+        text = os.environ[variable].strip()
+        if variable != "ACCELERATE_USE_CPU":
+            found[name] = row.from_text(text)
+        elif parse_flag(variable, text):
+            found[name] = "cpu"
+        try:
+            LaunchConfig(**{name: found.get(name, row.default)})
+        except ConfigError as error:
+            raise ConfigError(f"{variable}={shown(text)} in the environment: {error}") from None
     return found
 
 
-def _left_open(
-    saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
-) -> dict[str, Any]:
+def _left_open(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default config file's settings, without the parts that the environment sets.
 
     A plugin becomes None if the environment turns it off, or the call or environment excludes it.
     Settings with a variable of their own are kept: the caller lets the variables win.
     """
     found = dict(saved)
-    refuses_cpu = value_of(environment.get("ACCELERATE_USE_CPU", ""), bool) is False
+    refuses_cpu = value_of(os.environ.get("ACCELERATE_USE_CPU", ""), bool) is False
     if refuses_cpu and found.get("devices") == "cpu":
         del found["devices"]
     for name, plugin in PLUGINS.items():
         if saved.get(name) is not None and name not in given:
-            left = plugin.left_open(saved[name], environment)
-            is_off = plugin.asked_by(environment) is False or _is_beaten(name, environment, given)
-            found[name] = None if is_off else left
+            is_off = plugin.asked_by_environment is False or _is_beaten(name, given)
+            found[name] = (
+                None
+                if is_off
+                else {
+                    option: value
+                    for option, value in saved[name].items()
+                    if not os.environ.get(plugin.options[option].variable, "").strip()
+                }
+            )
     if saved.get("env"):
         found["env"] = {
             variable: text
             for variable, text in saved["env"].items()
-            if not (variable.startswith(_PREFIXES) and environment.get(variable, "").strip())
+            if not (variable.startswith(_PREFIXES) and os.environ.get(variable, "").strip())
         }
     return found
 
 
-def _is_beaten(name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:
+def _is_beaten(name: str, given: Mapping[str, Any]) -> bool:
     """Return whether the call or environment asks for a plugin that plugin ``name`` excludes."""
     return any(
-        given.get(other) is not None or plugin.asked_by(environment)
+        given.get(other) is not None or plugin.asked_by_environment
         for other, plugin in PLUGINS.items()
         if other != name and not (plugin.composes and PLUGINS[name].composes)
     )
-
-
-def _from_variable(name: str, variable: str, text: str) -> dict[str, Any]:
-    if variable == "ACCELERATE_USE_CPU":
-        return {"devices": "cpu"} if parse_flag(variable, text) else {}
-    try:
-        value = settings_of(LaunchConfig)[name].from_text(text)
-        LaunchConfig(**{name: value})
-    except ConfigError as error:
-        raise ConfigError(f"{variable}={shown(text)} in the environment: {error}") from None
-    return {name: value}

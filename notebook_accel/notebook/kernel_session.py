@@ -107,9 +107,8 @@ def session_for(
     running = current_session()
     if running is None:
         return start_session(shell, *resolve(arguments, config))
-    given = {
-        n: value for n, value in given_settings(arguments, config).items() if value is not None
-    }
+    asked, _ = given_settings(arguments, config)
+    given = {name: value for name, value in asked.items() if value is not None}
     has = replace(running.config, num_processes=running.world_size)
     wanted = LaunchConfig(**given)
     if other := [name for name in given if getattr(wanted, name) != getattr(has, name)]:

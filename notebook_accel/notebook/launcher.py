@@ -248,7 +248,7 @@ def notebook_launcher(
             return ranks.call(request)
         # Where the ranks can wait for a debugger, and somebody for them.
         can_hold = block and get_ipython() is not None and engine_for(chosen).starts_ranks
-        if can_hold and given_settings(settings, config).get("debug"):
+        if can_hold and given_settings(settings, config)[0].get("debug"):
             return launch_for_debugger(request)
         try:
             return launch(request)
