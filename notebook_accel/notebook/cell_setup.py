@@ -226,14 +226,11 @@ def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) ->
     request = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
     # The id that the page gave the cell.
     cell_id = str(request.get("metadata", {}).get("cellId", ""))
-    EVERYWHERE[cell_id or text] = _for_ranks(code), source
-    return value
-
-
-def _for_ranks(code: str) -> str:
+    # Ranks have no magics.
     lines = code.splitlines()
     for node in ast.parse(code).body:
         if "get_ipython()" in ast.unparse(node):
             first, end = node.lineno - 1, node.end_lineno or node.lineno
             lines[first:end] = [""] * (end - first)
-    return "\n".join(lines)
+    EVERYWHERE[cell_id or text] = "\n".join(lines), source
+    return value

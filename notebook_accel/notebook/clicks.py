@@ -87,13 +87,10 @@ class BlockedShell:
         self._thread.io_loop.add_callback(self._kernel.shell_stream.on_recv, receiver, copy=False)
 
     async def _receive(self, message: Any) -> None:
-        if self._is_to_answer(message):
-            await self._answer(message)
-        else:
-            await self._kernel.shell_channel_thread_main(message)
-
-    async def _answer(self, message: Any) -> None:
         kernel = self._kernel
+        if not self._is_to_answer(message):
+            await kernel.shell_channel_thread_main(message)
+            return
         identities, request = _read(kernel, message)
         of_ipykernel.publish_status(kernel, "busy", request)
         asks_for_state = _asks_for_state(request["content"])
@@ -266,20 +263,17 @@ class ClicksByPump(ClicksAfterTheCell):
         kept = list(waiting)
         try:
             for item in waiting:
-                if self._type_of(item) in self._HANDLED:
+                kind = None
+                # A message that cannot be read is the kernel's to refuse.
+                with contextlib.suppress(Exception):
+                    kind = _peek(self.kernel.session, item[2][0])[1]["msg_type"]
+                if kind in self._HANDLED:
                     kept.remove(item)
                     self._handle(item)
         finally:
             # An interrupt in a handler must not lose what came after it.
             for item in kept:
                 messages.put_nowait(item)
-
-    def _type_of(self, item: Any) -> str | None:
-        try:
-            return str(_peek(self.kernel.session, item[2][0])[1]["msg_type"])
-        except Exception:
-            # A message that cannot be read is the kernel's to refuse.
-            return None
 
     def _handle(self, item: Any) -> None:
         kernel = self.kernel

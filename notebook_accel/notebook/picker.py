@@ -37,7 +37,7 @@ from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.machine import Machine, look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.launch.rank_environment import rank_environment
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
@@ -133,15 +133,14 @@ def _text_of(value: Any) -> str:
 
 def _pairs_of_lines(text: str) -> dict[str, str] | None:
     """Return the variables in lines of ``NAME=value``, quoted as in JSON; None for none."""
-    lines = (line.strip().partition("=")[::2] for line in text.splitlines() if line.strip())
-    return {name: _unquoted(value) for name, value in lines} or None
-
-
-def _unquoted(text: str) -> str:
-    if text.startswith('"'):
-        with contextlib.suppress(ValueError):
-            return str(json.loads(text))
-    return text
+    pairs = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name, _, value = line.partition("=")
+        if value.startswith('"'):
+            with contextlib.suppress(ValueError):
+                value = str(json.loads(value))
+        pairs[name] = value
+    return pairs or None
 
 
 def _lines_of_pairs(given: Mapping[str, str] | None) -> str:
@@ -181,10 +180,10 @@ def devices_line(machine: Machine | None) -> Markup:
         f"{machine.num_cores} CPU cores, {machine.memory / _GIB:.0f} GB of memory, "
         f"{machine.free_memory / _GIB:.0f} GB of it free"
     )
-    named: list[str] = [
-        join([element("b", str(device.index)), f" {device.name}{_memory(device.memory)}"])
-        for device in machine.devices
-    ]
+    named: list[str] = []
+    for device in machine.devices:
+        memory = f", {device.memory / _GIB:.0f} GB" if device.memory else ""
+        named.append(join([element("b", str(device.index)), f" {device.name}{memory}"]))
     if machine.error:
         named = [element("span", machine.error, class_="na-wrong")]
     without = machine.tpu or "No accelerator: ranks train on the CPU"
@@ -192,19 +191,20 @@ def devices_line(machine: Machine | None) -> Markup:
     return element("div", rows, class_="na-devices", role="status", aria_label="Devices")
 
 
-def _memory(num_bytes: int) -> str:
-    return f", {num_bytes / _GIB:.0f} GB" if num_bytes else ""
-
-
 def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
     """Return the source of a cell that launches; SyntaxError if ``arguments`` are none."""
     given = config.to_dict().items()
     settings = "".join(f"    {name}={_expression(value)},\n" for name, value in given)
     made = f"LaunchConfig(\n{settings})" if settings else "LaunchConfig()"
-    call = f"notebook_launcher({function or 'train'}, {_given(arguments)}config=config)"
+    call = _parse(arguments)
+    args = f"args={ast.unparse(ast.Tuple(call.args, ast.Load()))}, " if call.args else ""
+    # ``**more`` has no name of its own, as in a dictionary.
+    named = [None if each.arg is None else ast.Constant(each.arg) for each in call.keywords]
+    kwargs = ast.Dict([*named], [each.value for each in call.keywords])
+    args += f"kwargs={ast.unparse(kwargs)}, " if named else ""
     return (
         "from notebook_accel import LaunchConfig, notebook_launcher\n\n"
-        f"config = {made}\nrun = {call}"
+        f"config = {made}\nrun = notebook_launcher({function or 'train'}, {args}config=config)"
     )
 
 
@@ -215,29 +215,10 @@ def _expression(value: object) -> str:
     return 'float("inf")' if value == math.inf else repr(value)
 
 
-def _given(arguments: str) -> str:
-    call = _parse(arguments)
-    args = f"args={ast.unparse(ast.Tuple(call.args, ast.Load()))}, " if call.args else ""
-    # ``**more`` has no name of its own, as in a dictionary.
-    kwargs = ast.Dict([], [each.value for each in call.keywords])
-    kwargs.keys += [None if each.arg is None else ast.Constant(each.arg) for each in call.keywords]
-    return args + (f"kwargs={ast.unparse(kwargs)}, " if call.keywords else "")
-
-
 def as_yaml(config: LaunchConfig) -> str:
     """Return the settings given; a comment line if none is."""
     is_default = not config.to_dict()
     return "# every setting is at its default" if is_default else config.to_yaml().rstrip()
-
-
-def read_arguments(
-    text: str, namespace: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) of the text between a call's brackets; raises whatever that does."""
-    _parse(text)
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    given = eval(f"(lambda *args, **kwargs: (args, kwargs))({text})", dict(namespace))
-    return given
 
 
 def _parse(text: str) -> ast.Call:
@@ -499,38 +480,33 @@ class ConfigPicker:
         self._buttons["Save"].disabled = self._error is not None
 
     def _save(self) -> None:
-        path = self._file
+        path = Path(self._path.value).expanduser()
         self.config.save(path)
         used = f", {_USE_OF_DEFAULT_FILE}" if path == default_config_path() else ""
         self._say(f"Saved to {path}{used}", "na-fine")
 
     def _load(self) -> None:
-        settings, notices = settings_in_file(self._file)
+        settings, notices = settings_in_file(self._path.value)
         self.fill(LaunchConfig(**settings))
-        lines = [f"Loaded from {self._file}", *notices]
+        lines = [f"Loaded from {self._path.value}", *notices]
         self._say(". ".join(lines), "na-warn" if notices else "na-fine")
-
-    @property
-    def _file(self) -> Path:
-        return Path(self._path.value).expanduser()
 
     def _launch(self) -> None:
         if self._goes_on:  # a second click came before the page knew of the first
             return
-        args, kwargs = read_arguments(self._arguments.value, _namespace())
+        text, namespace = self._arguments.value, _namespace()
+        _parse(text)
+        args, kwargs = eval(f"(lambda *args, **kwargs: (args, kwargs))({text})", {**namespace})
         self._say("", "na-fine")
-        function, slot = _namespace()[self._function.value], self._slot
+        function, slot = namespace[self._function.value], self._slot
         self.run = launch_below(function, args, kwargs, config=self.config, slot=slot)
         typed = f"import notebook_accel; run = notebook_accel.find_run({self.run.id!r})"
-        said = join(["Launched. To have the run in a cell: ", copyable("code", typed)])
-        self._say(said, "na-fine")
+        self._say(
+            join(["Launched. To have the run in a cell: ", copyable("code", typed)]), "na-fine"
+        )
         self._show_state()
         # Another launch would take the place of this one's panel.
-        self.run.add_done_callback(self._on_end)
-
-    def _on_end(self, _run: Run) -> None:
-        with self._lock:
-            self._show_state()
+        self.run.add_done_callback(partial(self._on_click, self._show_state))
 
     @property
     def _goes_on(self) -> bool:
@@ -577,7 +553,7 @@ def config_picker(
     """
     if isinstance(config, (str, PathLike)):
         config = LaunchConfig.load(config)
-    return ConfigPicker(LaunchConfig(**given_settings({}, config)))
+    return ConfigPicker(LaunchConfig(**given_settings({}, config)[0]))
 
 
 def _all_in(box: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ def shell() -> Iterator[Any]:
     config = Config(HistoryManager={"enabled": False})
     made: Any = InteractiveShell.instance(colors="nocolor", config=config)
     patch = pytest.MonkeyPatch()
-    patch.setattr(magics, "warm", lambda: None)
+    patch.setattr(magics, "prepare", lambda _shell: None)
     magics.load_ipython_extension(made)
     patch.undo()
     yield made
