@@ -3,11 +3,11 @@
 from notebook_accel.compat import _accelerate
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.distribute import prepare_data_loader
-from notebook_accel.training.data.iterable_datasets import IterableDatasetShard
 from notebook_accel.training.data.loaders import DataLoaderShard
 from notebook_accel.training.data.loaders import PreparedLoader as DataLoaderStateMixin
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
+    IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     get_sampler,

@@ -31,7 +31,7 @@ from notebook_accel import (
     NotebookAccelError,
     ProjectConfiguration,
 )
-from notebook_accel.training.checkpoint import training_progress
+from notebook_accel.training.checkpoint import start
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
@@ -151,7 +151,7 @@ def test_a_state_that_is_there_is_replaced_in_one_step(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_progress, "get_random_states", fail)
+        patch.setattr(start, "get_random_states", fail)
         with pytest.raises(OSError, match="disk full"):
             parts[0].save_state(folder)
     assert torch.equal(load_file(folder / "model.safetensors")["part"], before["part"])

@@ -12,9 +12,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
-from notebook_accel.training.data.iterable_datasets import IterableDatasetShard
 from notebook_accel.training.data.loaders import DataLoaderShard
-from notebook_accel.training.data.samplers import BatchSamplerShard
+from notebook_accel.training.data.samplers import BatchSamplerShard, IterableDatasetShard
 from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration
 from tests.training.loading import (

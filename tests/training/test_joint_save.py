@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from notebook_accel import Accelerator, ProjectConfiguration
-from notebook_accel.training.checkpoint import joint_save
+from notebook_accel.training.checkpoint import saves
 from notebook_accel.training.processes.topology import barrier
 from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training.harness import run_ranks
@@ -89,7 +89,7 @@ def fails_on(rank: int, folder: Path, *, in_background: bool = False) -> str:
 def comes_late(folder: Path) -> list[str]:
     """Ranks 0 and 2 wait until a line names rank 1, which only then comes."""
     accelerator, _ = setup()
-    joint_save._NOTICE_SECONDS = 0.05
+    saves._NOTICE_SECONDS = 0.05
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if accelerator.process_index == 1:
@@ -101,9 +101,9 @@ def comes_late(folder: Path) -> list[str]:
                 plain(text, **options)
                 (folder / "told").touch()
 
-            joint_save.warnings = SimpleNamespace(warn=warn)  # type: ignore[assignment]
+            saves.warnings = SimpleNamespace(warn=warn)  # type: ignore[assignment]
         accelerator.save_state(folder / "state")
-    joint_save.warnings = warnings  # type: ignore[assignment]
+    saves.warnings = warnings  # type: ignore[assignment]
     barrier()
     return [str(one.message) for one in caught if "waits for" in str(one.message)]
 
@@ -190,9 +190,9 @@ def test_what_another_user_puts_into_the_store_runs_nothing(
     """Torch's store lies on the loopback interface, and asks nobody for a secret."""
     monkeypatch.chdir(tmp_path)
     store = dist.HashStore()
-    monkeypatch.setattr(joint_save, "exchange", lambda: SimpleNamespace(store=lambda: store))
+    monkeypatch.setattr(saves, "exchange", lambda: SimpleNamespace(store=lambda: store))
     here: Any = SimpleNamespace(process_index=0, local_process_index=0, num_processes=2)
-    save = joint_save.JointSave("save_state()", here)
+    save = saves.JointSave("save_state()", here)
     store.set("notebook_accel/save 1/wrote/1", pickle.dumps(Evil()))
     with pytest.raises(ValueError):
         save.finish(None, lambda _: None)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
-from notebook_accel.training.checkpoint import rank_zero_save
+from notebook_accel.training.checkpoint import saves
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.processes.topology import barrier
 from tests.training.harness import run_ranks
@@ -67,7 +67,7 @@ def rank_0_alone(folder: Path) -> dict[str, Any]:
 
 def any_rank_but_0(folder: Path) -> dict[str, Any]:
     """Each by its own validation loss, say."""
-    rank_zero_save._BEGIN_SECONDS = 0.2
+    saves._BEGIN_SECONDS = 0.2
     accelerator, parts = setup()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -169,13 +169,13 @@ def fails_beside(path: Path, *, is_before: bool) -> list[str]:
             super().publish(**options)
 
     accelerator.register_save_state_pre_hook(hook)
-    rank_zero_save.StagedFolder = Late  # type: ignore[misc]
+    saves.StagedFolder = Late  # type: ignore[misc]
     try:
         accelerator.save_state(path)
     except OSError:
         failed.touch()
     finally:
-        rank_zero_save.StagedFolder = StagedFolder  # type: ignore[misc]
+        saves.StagedFolder = StagedFolder  # type: ignore[misc]
     accelerator.wait_for_checkpoint()
     barrier()
     return files(path)

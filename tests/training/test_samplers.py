@@ -9,9 +9,9 @@ from accelerate.data_loader import SeedableRandomSampler as Peer
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.data.iterable_datasets import IterableDatasetShard
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
+    IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
 )

@@ -39,7 +39,7 @@ _TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/
 _OUR_TRAINING = re.compile(r"[/\\]notebook_accel[/\\]training[/\\]")
 _OURS = re.compile(r"[/\\]notebook_accel[/\\](training|launch|notebook)[/\\]")
 # Where ranks meet to save, by notes in a store.
-_MEETS_TO_SAVE = re.compile(r"[/\\]checkpoint[/\\]joint_save\.py$")
+_MEETS_TO_SAVE = re.compile(r"[/\\]checkpoint[/\\]saves\.py$")
 _SAVES = ("save_state", "save_model")
 # Files of libraries, ours included: the line that a person has to change is in none of them.
 _LIBRARY = re.compile(

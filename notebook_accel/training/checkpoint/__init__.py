@@ -24,16 +24,15 @@ from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint import folders
 from notebook_accel.training.checkpoint.background import BackgroundSave, host_copies
-from notebook_accel.training.checkpoint.joint_save import JointSave, describe
-from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
+from notebook_accel.training.checkpoint.saves import JointSave, RankZeroSave, describe
 from notebook_accel.training.checkpoint.start import (
     Start,
+    TrainingProgress,
     candidates,
     check_shapes,
     find_damage,
     give_new_settings,
 )
-from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files import formats
 from notebook_accel.training.files.atomic import complete_version

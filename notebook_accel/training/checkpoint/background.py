@@ -20,8 +20,7 @@ import torch
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
-from notebook_accel.training.checkpoint.joint_save import JointSave, describe
-from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
+from notebook_accel.training.checkpoint.saves import JointSave, RankZeroSave, describe
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.notices import notice

@@ -82,19 +82,15 @@ def recursively_apply(
         if isinstance(value, Mapping):
             return rebuild(value, {key: apply(item) for key, item in value.items()})
         if error_on_other_type:
-            raise TypeError(_refusal(func, value))
+            name = getattr(func, "__name__", "this function").strip("_")
+            raise TypeError(
+                f"{name} takes tensors in lists, tuples and dicts, but found a "
+                f"{type(value).__name__} ({value!r:.60}); use gather_object for objects, "
+                "or make a tensor of it"
+            )
         return value
 
     return apply(data)
-
-
-def _refusal(func: Callable[..., Any], value: object) -> str:
-    name = getattr(func, "__name__", "this function").strip("_")
-    return (
-        f"{name} takes tensors in lists, tuples and dicts, but found a "
-        f"{type(value).__name__} ({value!r:.60}); use gather_object for objects, "
-        "or make a tensor of it"
-    )
 
 
 def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

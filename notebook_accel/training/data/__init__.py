@@ -1,7 +1,7 @@
 """Prepared DataLoaders: which samples each rank gets, and how an epoch is resumed in its middle.
 
 ``distribute`` makes prepared loaders from the user's. If each rank reads its own samples,
-``samplers`` and ``iterable_datasets`` choose them; if rank 0 reads for all ranks, ``dispatch``
+``samplers`` chooses them; if rank 0 reads for all ranks, ``dispatch``
 divides its batches. ``loaders`` and ``dispatch`` have the classes of prepared loaders, and
 ``IndexSource`` gives a resumed epoch the samples and random numbers that it would have had without
 the interruption. ``stepping/active_loaders`` tells which loader is being iterated.

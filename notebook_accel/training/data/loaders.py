@@ -45,13 +45,14 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.collectives.nested import send_to_device
-from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.loader_wrapper import LoaderWrapper, new_loader
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IndexSource,
+    IterableDatasetShard,
     RoundBatch,
     SeedableRandomSampler,
+    ShortRoundCollate,
     SkipBatchSampler,
     get_sampler,
     has_own_batches,

@@ -14,7 +14,6 @@ sharded and divided over the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -179,11 +178,6 @@ class MeshParallel(Strategy):
             dist.all_reduce(loss, group=self.mesh["cp"].get_group())
             loss /= self.parallelism.sizes["cp"]
         return loss
-
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
         """Return the buffers that another rank saves: a checkpoint has one of each."""

@@ -9,7 +9,7 @@ together::
                                                     pp  0: [ rank 0, rank 1 ]  first stages
                                                         1: [ rank 2, rank 3 ]  last stages
 
-``stages`` cuts a model, and ``micro_batches`` runs batches through the stages. This module collects
+``stages`` cuts a model and runs batches through its stages. This module collects
 weights, optimizer states and gradient norms from all stages for the rest of ``training``.
 """
 
@@ -38,7 +38,7 @@ from notebook_accel.training.models import set_within
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
-from notebook_accel.training.strategies.micro_batches import add_up_gradients
+from notebook_accel.training.strategies.stages import add_up_gradients
 from notebook_accel.training.strategies.strategy_request import (
     LossFunction,
     ModelToPrepare,

@@ -62,14 +62,14 @@ NEW_GROUP = (
 )
 LIBRARY = (ALL_REDUCE[0], (f"{SITE}/trainer/loop.py", 3, "main"), SESSION)
 SAVE = (
-    (f"{OURS}/checkpoint/joint_save.py", 200, "_wait"),
-    (f"{OURS}/checkpoint/joint_save.py", 80, "meet"),
+    (f"{OURS}/checkpoint/saves.py", 200, "_wait"),
+    (f"{OURS}/checkpoint/saves.py", 80, "meet"),
     (f"{OURS}/checkpoint/__init__.py", 120, "save"),
     (f"{OURS}/accelerator.py", 140, "save_state"),
     (CELL, 11, "train"),
 )
 # All have met: to write a large model, and to wait for those who do, may take its time.
-WRITTEN = (SAVE[0], (f"{OURS}/checkpoint/joint_save.py", 150, "finish"), *SAVE[2:])
+WRITTEN = (SAVE[0], (f"{OURS}/checkpoint/saves.py", 150, "finish"), *SAVE[2:])
 SLEEP = ((CELL, 5, "train"),)
 
 

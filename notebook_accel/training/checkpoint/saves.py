@@ -1,0 +1,384 @@
+"""Saves of a checkpoint by several ranks, which leave notes in a key-value store.
+
+The store is the process group's, or under torch_xla one of their own. There are two reasons against
+collectives. A save in the background ends in a thread, whose collectives could mix with those of
+the training. And if a rank does not come to a save, the collectives of the others would be matched
+with whatever the missing rank calls next. Notes are JSON rather than pickles: torch's store asks
+for no password, so other users of the machine can write to it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.rank.this_rank import current
+from notebook_accel.training.checkpoint.folders import Numbering, is_ours
+from notebook_accel.training.checkpoint.start import has_save_id, random_states_file
+from notebook_accel.training.collectives.exchange import exchange
+from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
+from notebook_accel.training.processes.topology import Topology
+
+# How long a rank waits for another one, which may read or write slowly.
+_PATIENCE_SECONDS = 3600.0
+# Until a line names the ranks that have not come. Under our launcher the hang sentence does.
+_NOTICE_SECONDS = 10.0
+
+
+class JointSave:
+    """One save by all ranks, each of which has a part of a model: rank 0 publishes what all wrote.
+
+    They agree on a folder first. Where each rank has whole models, :class:`RankZeroSave` takes its
+    place::
+
+        rank 0   meet -> make the folder -> write -> wait for all, complete, publish -> say so
+        others   meet -> learn of it -----> write -> say what was written ---------> wait for that
+
+    A rank that fails leaves a note, which ends the waits of all others. A rank calls ``meet``,
+    ``open`` and ``finish``; ``fail`` on an error.
+    """
+
+    id: str | None = None
+    final: Path
+    staged: Path
+    folder: StagedFolder | None = None
+
+    def __init__(self, call: str, here: Topology, *, each_machine: bool = False) -> None:
+        self._call = call
+        self._here = here
+        self._own = here.process_index
+        self._each_machine = each_machine
+        self._heard: NotebookAccelError | None = None  # why another rank could not write
+        store = exchange().store()
+        # All ranks call it equally often, and a group that is made anew begins at 1.
+        number = store.add(f"notebook_accel/saves of rank {self._own}", 1)
+        self._store = distributed_c10d.PrefixStore(f"notebook_accel/save {number}", store)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the states that all ranks have."""
+        return self.folder is not None
+
+    def meet(self) -> None:
+        """Wait for every rank of the save, an hour at most."""
+        self._say(f"came/{self._own}")
+        came = [f"came/{rank}" for rank in range(self._here.num_processes)]
+        is_told = current().launched
+        for waited in slices(_PATIENCE_SECONDS):
+            if self._store.check(came):
+                return
+            if waited > _NOTICE_SECONDS and not is_told:
+                is_told = True
+                is_here = [self._store.check([key]) for key in came]
+                missing = [str(rank) for rank, is_in in enumerate(is_here) if not is_in]
+                if missing and is_here.index(True) == self._own:  # one rank says it
+                    warnings.warn(
+                        f"{self._call} waits for rank {', '.join(missing)}: call it on every rank, "
+                        "and take it out of `if accelerator.is_main_process:`",
+                        stacklevel=2,
+                    )
+        raise NotebookAccelError(
+            f"{self._call}: not every rank came to it within {_PATIENCE_SECONDS:.0f} s. Call it on "
+            "all of them"
+        )
+
+    def open(self, asked: Path | None, numbers: Numbering) -> None:
+        """Agree on the folder (None: a numbered one) of the save; all ranks call it."""
+        here = self._here
+        leader = self._own - here.local_process_index
+        if self._own == 0:
+            self.folder = numbers.make() if asked is None else StagedFolder.of(asked)
+        elif self._own == leader:
+            ((final, staged),) = self._hear("folder/0")
+            if not Path(staged).exists() and self._each_machine:
+                self.folder = StagedFolder.of(Path(final))
+            elif not Path(staged).exists():
+                raise unseen(f"{staged}, which rank 0 has made,", f"rank {self._own}")
+        if self.folder is not None:
+            final, staged = str(self.folder.final), str(self.folder.path)
+        if self._own != leader:
+            ((final, staged),) = self._hear(f"folder/{leader}")
+        else:
+            self._say(f"folder/{leader}", [final, staged])
+        self.final, self.staged = Path(final), Path(staged)
+
+    def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
+        """Wait until the checkpoint is at its final path, or raise if a rank failed.
+
+        All call it.
+        """
+        if self._own == 0:
+            others = [f"wrote/{rank}" for rank in range(1, self._here.num_processes)]
+            complete([results, *self._hear(*others)])
+            self._publish()
+            for key in others:  # of large models they have megabytes
+                self._store.delete_key(key)
+            self._say("done")
+            return
+        if self.folder is not None:
+            last = self._own + self._here.local_num_processes
+            self._hear(*(f"wrote/{rank}" for rank in range(self._own + 1, last)))
+            self._publish()
+        self._say(f"wrote/{self._own}", results)
+        self._hear("done")
+
+    def _publish(self) -> None:
+        assert self.folder is not None
+        self.folder.publish(is_ours=is_ours)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank could not write, and remove its staged folder."""
+        try:
+            if error is self._heard:
+                return
+            with suppress(dist.DistError):  # of a store that went with its rank
+                # In this order: a rank that finds its folder gone finds the reason too.
+                if self._store.check(["failed"]):
+                    raise self._failure_of_another() from error
+                self._say("failed", [self._own, describe(error)])
+        finally:
+            if self.folder is not None:
+                self.folder.discard()
+
+    def _say(self, key: str, value: Any = None) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _hear(self, *keys: str) -> list[Any]:
+        """Return the other ranks' values; raise if a rank failed or an hour is over."""
+        if not keys:
+            return []
+        for _ in slices(_PATIENCE_SECONDS):
+            if self._store.check(["failed"]):
+                raise self._failure_of_another()
+            if self._store.check([*keys]):
+                return [json.loads(self._store.get(key)) for key in keys]
+        raise NotebookAccelError(
+            f"{self._call}: other ranks did not finish their part of it within "
+            f"{_PATIENCE_SECONDS:.0f} s"
+        )
+
+    def _failure_of_another(self) -> NotebookAccelError:
+        rank, text = json.loads(self._store.get("failed"))
+        self._heard = NotebookAccelError(
+            f"rank {rank} could not write its part of the checkpoint (the last one stays as it "
+            f"is): {text}. Mend that on its machine, and save again"
+        )
+        return self._heard
+
+
+def slices(seconds: float) -> Iterator[float]:
+    """Yield the seconds waited so far, with a short sleep after each, for so long at most."""
+    # In slices, so that an interrupt is heard; the store's own wait would not hear it.
+    began, pause = time.monotonic(), 0.0005
+    while (waited := time.monotonic() - began) < seconds:
+        yield waited
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line of text."""
+    return f"{type(error).__name__}: {error}"
+
+
+def unseen(what: object, where: str) -> NotebookAccelError:
+    """Return the error of a machine that lacks a file of another one."""
+    return NotebookAccelError(
+        f"{what} is not seen on the machine of {where}: save to a disk that all machines share, or "
+        "set ProjectConfiguration(save_on_each_node=True), with which each has all of it"
+    )
+
+
+# How long a rank waits for rank 0 to begin the save: for the number of a checkpoint, and at the
+# end. Ranks that run the same code come to it together.
+_BEGIN_SECONDS = 10.0
+
+
+class RankZeroSave:
+    """One save that rank 0 writes and publishes, and in which no rank waits for another.
+
+    It is called as a ``JointSave`` is::
+
+        rank 0   write -> take the others' files in -> publish -> take in what came meanwhile
+        others   write into a folder of their own -> leave a note of it; if published, add the files
+
+    So rank 0 may save alone, as many scripts do, and any rank may be late, or fail. Saves of
+    several ranks belong together if they come at the same place in the training and name the same
+    folder. A checkpoint has the ID of its save in its files of random states, so that a late rank
+    adds nothing to a folder that another save has replaced.
+
+    For a rank that has come and not written yet, rank 0 publishes an empty file. Should that rank
+    be killed before it replaces the file, ``resume_or_start`` takes the checkpoint for a damaged
+    one. A rank that gives up takes its note back and then looks whether the checkpoint is
+    published; rank 0 publishes and then looks for the note. So one of the two removes the empty
+    file.
+
+    With ``each_machine``, the first rank of each machine does there what rank 0 does.
+    """
+
+    final: Path
+    staged: Path
+    _folder: StagedFolder
+
+    def __init__(
+        self, here: Topology, place: str, asked: Path | None, *, each_machine: bool
+    ) -> None:
+        own = self._own = here.process_index
+        machine = own - here.local_process_index
+        leader = machine if each_machine else 0
+        size = here.local_num_processes if each_machine else here.num_processes
+        self.place = place
+        self.writes = own == leader
+        self._each_machine = each_machine
+        self._is_elsewhere = machine != leader
+        self._others = [*range(leader + 1, leader + size)] if self.writes else []
+        self.id = uuid.uuid4().hex
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        if here.num_processes > 1:
+            store = exchange().store()
+            which = f"{place} {asked and asked.name}"
+            number = store.add(f"notebook_accel/saves of rank {own} at {which}", 1)
+            run = store.compare_set("notebook_accel/saves", "", self.id).decode()
+            self.id = f"{run} {which} {number}"
+        self._of_rank_0 = distributed_c10d.PrefixStore(f"notebook_accel/{self.id} of 0", store)
+        self._store = distributed_c10d.PrefixStore(f"notebook_accel/{self.id} of {leader}", store)
+        if not self.writes:
+            self._store.set(f"here/{own}", "")
+
+    def open(self, asked: Path | None, numbers: Numbering) -> None:
+        """Make the folder in which this rank writes; None makes a numbered one."""
+        if asked is None and self._own:
+            for _ in slices(_BEGIN_SECONDS):
+                if _final(self._of_rank_0):
+                    break
+            asked = _final(self._of_rank_0) or numbers.folder() / numbers.next()
+        if self.writes:
+            self._folder = numbers.make() if asked is None else StagedFolder.of(asked)
+            self.final = self._folder.final
+            self._store.set("began", str(self.final))
+        else:
+            assert asked is not None
+            name = f"rank_{self._own}"
+            self._folder = StagedFolder(asked.parent, r"rank_\d+", lambda _: name)
+            self.final = asked
+        self.staged = self._folder.path
+
+    def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
+        """Publish the checkpoint, or have this rank's files added to it."""
+        if not self.writes:
+            self._store.set(f"came/{self._own}", str(self.staged))
+            self.look()
+            return
+        complete([results])
+        for rank, path in self._came():
+            if not path.exists():
+                raise unseen(path, f"rank 0, and rank {rank} has written it")
+            add_entries(path, self.staged, lambda _: True)
+        awaited = [rank for rank in self._others if self._store.check([f"here/{rank}"])]
+        for rank in awaited:
+            (self.staged / random_states_file(rank)).touch()
+        # A disk that machines share although each was to write has the checkpoint already.
+        if not (self._each_machine and add_entries(self.staged, self.final, self._is_of_this)):
+            self._folder.publish(is_ours=is_ours)
+        self._folder.discard()
+        # Who comes from now on sees this, and adds its files itself.
+        self._store.set("done", "")
+        for _, path in self._came():
+            add_entries(path, self.final, self._is_of_this)
+        for rank in awaited:
+            if not self._store.check([f"here/{rank}"]):
+                drop_empty(self.final / random_states_file(rank), self._is_of_this)
+
+    def _came(self) -> Iterator[tuple[int, Path]]:
+        """Yield rank and folder of each rank that has written."""
+        for rank in self._others:
+            if self._store.check([f"came/{rank}"]):
+                path = Path(self._store.get(f"came/{rank}").decode())
+                # What is taken in is removed there, and others may write into the store.
+                if is_staged(path, f"rank_{rank}"):
+                    yield rank, path
+
+    def _is_of_this(self, folder: Path) -> bool:
+        return has_save_id(folder, self.id)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the rank that publishes has come to this save."""
+        return _final(self._store) is not None
+
+    def look(self) -> bool:
+        """Return whether the save has ended, on a rank that does not publish.
+
+        Add files that came.
+        """
+        if self._store.check(["failed"]):
+            self._folder.discard()
+            raise NotebookAccelError(
+                "rank 0 could not write the checkpoint (the last one stays as it is): "
+                + self._store.get("failed").decode()
+            )
+        self.final = _final(self._store) or self.final
+        if not self._store.check(["done"]):
+            return False
+        if self.staged.exists():
+            add_entries(self.staged, self.final, self._is_of_this)
+        self._folder.discard()
+        if self._is_elsewhere and not self.final.exists():
+            raise unseen(self.final, f"rank {self._own}")
+        return True
+
+    def settle(self) -> bool:
+        """Wait until the save has ended; return whether it has.
+
+        It gives up if rank 0 does not come to the save.
+        """
+        with suppress(dist.DistError):  # of a store that went with rank 0
+            try:
+                for waited in slices(_PATIENCE_SECONDS):
+                    if self.look():
+                        return True
+                    if waited > _BEGIN_SECONDS and not self.has_begun:
+                        break
+            except KeyboardInterrupt:  # also sent since rank 0 has failed
+                if self._store.check(["failed"]):
+                    self._discard()
+                raise
+            self.give_up()
+        return False
+
+    def give_up(self) -> None:
+        """Take this rank back out of the save, and remove what it has written."""
+        for note in ("here", "came"):
+            self._store.delete_key(f"{note}/{self._own}")
+        final = _final(self._store)
+        if final is not None and self._store.check(["done"]):
+            drop_empty(final / random_states_file(self._own), self._is_of_this)
+        self._discard()
+
+    def fail(self, error: BaseException) -> None:
+        """Remove what this rank has written; if it was to publish, the other ranks are told."""
+        with suppress(dist.DistError):
+            if self.writes:
+                self._store.set("failed", describe(error))
+            else:
+                self.give_up()
+        self._discard()
+
+    def _discard(self) -> None:
+        if hasattr(self, "_folder"):
+            self._folder.discard()
+
+
+def _final(store: Any) -> Path | None:
+    """Return the final path that the rank has chosen that publishes, once it has."""
+    return Path(store.get("began").decode()) if store.check(["began"]) else None
