@@ -73,12 +73,8 @@ from notebook_accel.training.strategies import make_strategy
 from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking.profiling import profile
-from notebook_accel.training.tracking.tracker import (
-    BlankTracker,
-    GeneralTracker,
-    Tracking,
-    resolve_trackers,
-)
+from notebook_accel.training.tracking.registry import resolve_trackers
+from notebook_accel.training.tracking.tracker import BlankTracker, GeneralTracker, Tracking
 from notebook_accel.wire import KnobValue
 
 Path_ = str | os.PathLike[str]
