@@ -59,7 +59,7 @@ from .training.state import AcceleratorState as AcceleratorState
 from .training.state import PartialState as PartialState
 from .training.stepping.accumulation import GradientState as GradientState
 from .training.stepping.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-from .training.stepping.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from .training.stepping.optimizer import AcceleratedScheduler as AcceleratedScheduler
 from .training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 
 __version__: str

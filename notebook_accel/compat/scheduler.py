@@ -1,7 +1,7 @@
 """A counterpart of ``accelerate.scheduler``."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedScheduler
 
 from .state import *
 

@@ -34,7 +34,7 @@ from notebook_accel.training.checkpoint.start import Start
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
-from notebook_accel.training.files.weights import save_model, save_object
+from notebook_accel.training.files.formats import save_model, save_object
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing import plan
 from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
@@ -66,8 +66,11 @@ from notebook_accel.training.state import (
 )
 from notebook_accel.training.stepping.accumulation import GradientState, window
 from notebook_accel.training.stepping.knobs import Knob, make_knob
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, inner_optimizer
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    inner_optimizer,
+)
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
 from notebook_accel.training.strategies import make_strategy
 from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.files import formats, weights
+from notebook_accel.training.files import formats
 from notebook_accel.training.files.state_files import read_state
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -75,7 +75,7 @@ def save_fsdp_model(
         accelerator,
         pieces,
         Path(output_dir),
-        f"{weights.FSDP_MODEL_NAME}_{model_index}",
+        f"{formats.FSDP_MODEL_NAME}_{model_index}",
     )
 
 
@@ -105,12 +105,12 @@ def load_fsdp_model(
         FileNotFoundError: the folder has no saved weights of this number and type.
         RuntimeError: the saved weights lack some of the model's weights.
     """
-    own, folder = _inner(model), _folder_of(input_dir, f"{weights.FSDP_MODEL_NAME}_{model_index}")
+    own, folder = _inner(model), _folder_of(input_dir, f"{formats.FSDP_MODEL_NAME}_{model_index}")
     strict = not (adapter_only and _is_of_peft(own))
     accelerator.wait_for_everyone()
     state = _format(fsdp_plugin, accelerator, strict=strict).read_model(own, folder, model_index)
     if state is not None:
-        accelerator._strategy.load_state_dict(own, weights.with_ties(state, own), strict=strict)
+        accelerator._strategy.load_state_dict(own, formats.with_ties(state, own), strict=strict)
     accelerator.wait_for_everyone()
 
 
@@ -142,7 +142,7 @@ def save_fsdp_optimizer(
         accelerator,
         pieces,
         Path(output_dir),
-        f"{weights.OPTIMIZER_NAME}_{optimizer_index}",
+        f"{formats.OPTIMIZER_NAME}_{optimizer_index}",
     )
 
 
@@ -176,7 +176,7 @@ def load_fsdp_optimizer(
         FileNotFoundError: the folder has no saved state of this number and type.
     """
     own = inner_optimizer(optimizer)
-    folder = _folder_of(input_dir, f"{weights.OPTIMIZER_NAME}_{optimizer_index}")
+    folder = _folder_of(input_dir, f"{formats.OPTIMIZER_NAME}_{optimizer_index}")
     accelerator.wait_for_everyone()
     layout = _format(fsdp_plugin, accelerator, model)
     state = layout.read_optimizer(own, folder, optimizer_index)
@@ -191,11 +191,11 @@ class _WholeOfFsdp(formats.Format):
     def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[formats.Piece]:
         if self.writes:
             yield formats.state_file(
-                state, weights.numbered(weights.FSDP_MODEL_NAME, index, ".bin"), "the model"
+                state, formats.numbered(formats.FSDP_MODEL_NAME, index, ".bin"), "the model"
             )
 
     def read_model(self, model: Module, folder: Path, index: int) -> Any:
-        path = folder / weights.numbered(weights.FSDP_MODEL_NAME, index, ".bin")
+        path = folder / formats.numbered(formats.FSDP_MODEL_NAME, index, ".bin")
         if path.exists():
             return read_state(path)
         try:

@@ -15,8 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
 from notebook_accel import utils
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from tests.training.single import forget_states, fresh_rank  # noqa: F401
 
 

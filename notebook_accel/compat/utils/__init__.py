@@ -24,7 +24,7 @@ from notebook_accel.training.collectives.nested import (
     recursively_apply,
     send_to_device,
 )
-from notebook_accel.training.files.weights import (
+from notebook_accel.training.files.formats import (
     FSDP_MODEL_NAME,
     OPTIMIZER_NAME,
     SAFE_WEIGHTS_NAME,
@@ -84,8 +84,7 @@ from notebook_accel.training.state import (
     PartialState,
     get_active_deepspeed_plugin,
 )
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.strategies.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,

@@ -23,8 +23,13 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint import folders
-from notebook_accel.training.checkpoint.background import BackgroundSave, host_copies
-from notebook_accel.training.checkpoint.saves import JointSave, RankZeroSave, describe
+from notebook_accel.training.checkpoint.saves import (
+    BackgroundSave,
+    JointSave,
+    RankZeroSave,
+    describe,
+    host_copies,
+)
 from notebook_accel.training.checkpoint.start import (
     Start,
     TrainingProgress,
@@ -36,12 +41,12 @@ from notebook_accel.training.checkpoint.start import (
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files import formats
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.state_files import on_host, read_state
-from notebook_accel.training.files.weights import (
+from notebook_accel.training.files.formats import (
     SCALER_NAME,
     numbered,
     with_ties,
 )
+from notebook_accel.training.files.state_files import on_host, read_state
 from notebook_accel.training.preparing.prepare import Preparation
 from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.settings.notices import notice, notice_once

@@ -11,11 +11,11 @@ import torch
 
 from notebook_accel.training.checkpoint.folders import resolved
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.formats import describe_folder
-from notebook_accel.training.files.weights import (
+from notebook_accel.training.files.formats import (
     FSDP_MODEL_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_NAME,
+    describe_folder,
     save_object,
 )
 from notebook_accel.training.processes import topology

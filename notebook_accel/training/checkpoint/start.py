@@ -26,18 +26,17 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint.folders import NUMBERED, format_in, holds_state, is_ours
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.formats import entries
+from notebook_accel.training.files.formats import entries, numbered
 from notebook_accel.training.files.state_files import explain, read_state
-from notebook_accel.training.files.weights import numbered
 from notebook_accel.training.preparing.prepare import Preparation
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import (
     AcceleratedOptimizer,
+    AcceleratedScheduler,
     inner_optimizer,
     settings_of,
 )
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 
 # In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
 # them the seconds since 1970, which prepared loader they speak of, and the steps of each optimizer.

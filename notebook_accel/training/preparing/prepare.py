@@ -42,10 +42,10 @@ from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import (
     AcceleratedOptimizer,
+    AcceleratedScheduler,
     UnpreparedWatch,
     inner_optimizer,
 )
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall
 

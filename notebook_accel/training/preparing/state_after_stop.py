@@ -27,13 +27,11 @@ from torch.nn import Module, Parameter
 
 from notebook_accel.training.collectives.nested import honor_type, num_bytes, recursively_apply
 from notebook_accel.training.files.atomic import StagedFolder
-from notebook_accel.training.files.formats import save_weights
+from notebook_accel.training.files.formats import numbered, save_weights
 from notebook_accel.training.files.state_files import write_state
-from notebook_accel.training.files.weights import numbered
 from notebook_accel.training.models import PreparedModel
 from notebook_accel.training.settings.notices import notice
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.strategies.base import Strategy
 
 

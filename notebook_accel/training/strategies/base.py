@@ -37,8 +37,7 @@ from notebook_accel.training.models import set_within
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import measure_steps
 from notebook_accel.training.strategies.compiling import compile_model
 from notebook_accel.training.strategies.defaults import StrategyDefaults, dtensors_of

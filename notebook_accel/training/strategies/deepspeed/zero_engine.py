@@ -22,8 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from notebook_accel.training.models import set_within
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 
 __all__ = [
     "DeepSpeedEngineWrapper",
