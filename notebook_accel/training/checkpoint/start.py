@@ -62,12 +62,6 @@ class Start:
     """The checkpoint that was loaded; None where training begins anew."""
 
 
-def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, Any]:
-    """Return the place in the training as plain values; ``loader`` is None without loaders."""
-    known = {name: value for name, value in asdict(start).items() if name != "folder"}
-    return {_KEY: {**known, "loader": loader, "steps": steps, _WRITTEN: time.time()}}
-
-
 def has_save_id(folder: Path, save_id: str) -> bool:
     """Return whether a checkpoint has a file of random states from the save with this ID."""
     with suppress(NotebookAccelError, OSError):
@@ -78,7 +72,7 @@ def has_save_id(folder: Path, save_id: str) -> bool:
 
 
 def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, list[int]]:
-    """Return what :func:`as_plain` was given; another library's file gives the start."""
+    """Return start, loader and steps as they were saved; another library's file gives the start."""
     found: dict[str, Any] = (states or {}).get(_KEY, {})
     known = {field.name: found[field.name] for field in fields(Start) if field.name in found}
     return Start(**known), found.get("loader"), found.get("steps", [])
@@ -322,15 +316,16 @@ class TrainingProgress:
         """Return epoch, batch, steps and samples so far as plain values."""
         loaders = self._loaders()
         steps = [known.num_steps for known in self._prepared.optimizers]
-        step = max(steps, default=0)
-        if not loaders:
-            return as_plain(Start(step=step), None, steps)
-        trained = self._plan.accumulation.trained_on
-        # Not "if trained": that asks a loader for its length, and a stream has none.
-        known = [trained is not None and one.is_part_of(trained) for one in loaders]
-        index = known.index(True) if any(known) else 0
-        epoch, batch, samples = loaders[index].progress(self._state_of(loaders[index]))
-        return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index, steps)
+        start, index = Start(step=max(steps, default=0)), None
+        if loaders:
+            trained = self._plan.accumulation.trained_on
+            # Not "if trained": that asks a loader for its length, and a stream has none.
+            known = [trained is not None and one.is_part_of(trained) for one in loaders]
+            index = known.index(True) if any(known) else 0
+            epoch, batch, samples = loaders[index].progress(self._state_of(loaders[index]))
+            start = replace(start, epoch=epoch, batch=batch, samples=samples)
+        plain = {name: value for name, value in asdict(start).items() if name != "folder"}
+        return {_KEY: {**plain, "loader": index, "steps": steps, _WRITTEN: time.time()}}
 
     @property
     def _is_window_open(self) -> bool:

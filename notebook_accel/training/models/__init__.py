@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from notebook_accel.private import of_torch
 
 
+@dataclass(eq=False, repr=False)
 class ReplacedForward:
     """Base class of callables that replace one module's ``forward`` and wrap the former one.
 
@@ -35,9 +36,11 @@ class ReplacedForward:
             class.
     """
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+    module: Module
+    replaced: Callable[..., Any] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replaced = self.module.__dict__.get("forward")
         # Not its attributes: those of another ReplacedForward would take the place of ours.
         functools.update_wrapper(self, self.plain, updated=())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,16 +23,11 @@ from notebook_accel.training.settings.handlers import (
 )
 
 
+@dataclass(eq=False, repr=False)
 class AutocastForward(RemovableForward):
     """Runs a module's forward under autocast, and converts the outputs to float32."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        autocast: Callable[[], AbstractContextManager[Any, bool | None]],
-    ) -> None:
-        super().__init__(module)
-        self.autocast = autocast
+    autocast: Callable[[], AbstractContextManager[Any, bool | None]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.autocast():

@@ -134,25 +134,23 @@ def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:
     return cast("Module", torch.compile(model, **kwargs))
 
 
+@dataclass(eq=False, repr=False)
 class _CompiledForward(ReplacedForward):
     """Replaces a module's forward by the compiled one.
 
     Forward hooks of the module run outside of the compiled code, as :func:`compile_in_place` needs.
 
     Args:
-        replaced: the forward to compile, from the module's ``__dict__``; None: that of its class.
+        inside: the forward to compile, from the module's ``__dict__``; None: that of its class.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        replaced: Callable[..., Any] | None,
-        compile_kwargs: dict[str, Any],
-    ) -> None:
-        super().__init__(module)
-        self.replaced = replaced
-        self.compile_kwargs = compile_kwargs
-        self.compiled = torch.compile(self.plain, **compile_kwargs)
+    inside: Callable[..., Any] | None
+    compile_kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.replaced = self.inside
+        self.compiled = torch.compile(self.plain, **self.compile_kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.compiled(*args, **kwargs)

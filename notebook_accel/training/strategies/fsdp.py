@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,12 +88,11 @@ def checkpoint_activations(
         part.__dict__["forward"] = _CheckpointedForward(part, offload=offload)
 
 
+@dataclass(eq=False, repr=False)
 class _CheckpointedForward(ReplacedForward):
     """A forward whose backward computes it again; with ``offload``, inputs wait on the CPU."""
 
-    def __init__(self, module: Module, *, offload: bool) -> None:
-        super().__init__(module)
-        self.offload = offload
+    offload: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Outside of the checkpoint: what it keeps, its inputs, goes to the host and nothing else.

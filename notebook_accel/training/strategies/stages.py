@@ -467,13 +467,12 @@ def _take_nothing(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
         del state[name]
 
 
+@dataclass(eq=False, repr=False)
 class _BlockForward(ReplacedForward):
     """A block's forward: runs, passes on what was received, or ends the stage."""
 
-    def __init__(self, module: nn.Module, pipeline: Pipeline, index: int) -> None:
-        super().__init__(module)
-        self.pipeline = pipeline
-        self.index = index
+    pipeline: Pipeline
+    index: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = self.pipeline.running
@@ -489,12 +488,11 @@ class _BlockForward(ReplacedForward):
         raise StageEnds(args[0] if args else next(iter(kwargs.values()), None))
 
 
+@dataclass(eq=False, repr=False)
 class _PipelinedForward(ReplacedForward):
     """A cut model's forward: runs all stages for evaluation, and is refused in training."""
 
-    def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
-        super().__init__(module)
-        self.pipeline = pipeline
+    pipeline: Pipeline
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.pipeline.running is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -152,15 +153,14 @@ class XlaParallel(Strategy):
             )
 
 
+@dataclass(eq=False, repr=False)
 class _MovingForward(RemovableForward):
     """Replaces a model's forward by one that moves inputs to the device, as DDP does on GPUs."""
 
-    def __init__(self, module: Module, device: torch.device) -> None:
-        super().__init__(module)
-        self._device = device
+    device: torch.device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        moved_args, moved_kwargs = send_to_device((args, kwargs), self._device)
+        moved_args, moved_kwargs = send_to_device((args, kwargs), self.device)
         return self.plain(*moved_args, **moved_kwargs)
 
 
