@@ -1,3 +1,3 @@
 """Makes ``notebook_accel.utils.tqdm`` a counterpart of ``accelerate.utils.tqdm``."""
 
-from notebook_accel.training.tracking.progress_tracker import tqdm
+from notebook_accel.training.processes.logs import tqdm

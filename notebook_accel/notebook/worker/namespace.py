@@ -177,7 +177,7 @@ class Namespace:
         A function's globals count as ``mentions`` too; None for a cell.
         """
         if renews_group:
-            for line in import_module("notebook_accel.training.processes.renewal").renew_group():
+            for line in import_module("notebook_accel.training.processes.topology").renew_group():
                 this_rank.current().notice(line)
         mentions = [*mentions, *globals_used(function, self._names)]
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):

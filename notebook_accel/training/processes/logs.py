@@ -1,4 +1,4 @@
-"""Loggers for code that runs on every rank: by default only rank 0 writes a line."""
+"""Loggers and progress bars for code that runs on every rank: by default one rank shows them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 import logging
 from collections.abc import MutableMapping
 from typing import Any
+
+from tqdm import auto
 
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.processes import topology
@@ -91,3 +93,21 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm[Any]:
+    """Return a tqdm progress bar, which by default only the first rank of each machine shows.
+
+    Args:
+        *args: arguments of ``tqdm.auto.tqdm``.
+        main_process_only: False: every rank shows its bar.
+        **kwargs: keyword arguments of ``tqdm.auto.tqdm``.
+
+    Example:
+        >>> from notebook_accel.utils import tqdm
+        >>> sum(tqdm(range(3), disable=True))
+        3
+    """
+    if main_process_only and topology.topology().local_process_index != 0:
+        kwargs["disable"] = True
+    return auto.tqdm(*args, **kwargs)

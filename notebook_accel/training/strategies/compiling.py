@@ -200,25 +200,21 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
         A model that shares the weights of ``module``. If ``module`` has no repeated blocks, this is
         ``torch.compile(module)``.
     """
-    if _is_repeated_blocks(module):
-        compiled: Module = _compiled_blocks(module, compile_kwargs)
-    elif _has_repeated_blocks(module):
-        compiled = _with_compiled_parts(module, compile_kwargs)
-    else:
-        return cast("Module", torch.compile(module, **compile_kwargs))
-    of_torch.set_original_module(compiled, module)
+    compiled = _compile_parts(module, compile_kwargs)
+    if not is_compiled_module(compiled):
+        of_torch.set_original_module(compiled, module)
     return compiled
 
 
-def _compiled_blocks(module: Module, compile_kwargs: dict[str, Any]) -> nn.ModuleList:
-    blocks = (torch.compile(block, **compile_kwargs) for block in module.children())
-    return nn.ModuleList(cast("Any", blocks))
-
-
-def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Module:
-    """Return a shallow copy of ``module`` with compiled children; all else is shared with it."""
-    new = copy.copy(module)
-    children = of_torch.own_children(new)
+def _compile_parts(module: Module, compile_kwargs: dict[str, Any]) -> Module:
+    """Return a copy of ``module`` with compiled children; without repeated blocks, compile it."""
+    if _is_repeated_blocks(module):
+        blocks: Any = (torch.compile(block, **compile_kwargs) for block in module.children())
+        return nn.ModuleList(blocks)
+    children = None
+    if any(map(_is_repeated_blocks, module.modules())):
+        new = copy.copy(module)
+        children = of_torch.own_children(new)
     if children is None:
         return cast("Module", torch.compile(module, **compile_kwargs))
     forward = module.__dict__.get("forward")
@@ -226,12 +222,7 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
         # That of the copy must call the children of the copy.
         new.__dict__["forward"] = copy.deepcopy(forward, {id(module): new})
     for name, child in module.named_children():
-        if _is_repeated_blocks(child):
-            children[name] = _compiled_blocks(child, compile_kwargs)
-        elif _has_repeated_blocks(child):
-            children[name] = _with_compiled_parts(child, compile_kwargs)
-        else:
-            children[name] = cast("Any", torch.compile(child, **compile_kwargs))
+        children[name] = _compile_parts(child, compile_kwargs)
     return new
 
 
@@ -258,7 +249,3 @@ def has_compiled_regions(module: Module) -> bool:
 def _is_repeated_blocks(module: Module) -> bool:
     """Return whether ``module`` is a ``ModuleList`` of one or more modules of the same class."""
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
-
-
-def _has_repeated_blocks(module: Module) -> bool:
-    return any(_is_repeated_blocks(child) for child in module.modules() if child is not module)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.models import has_parts, weights_of
-from notebook_accel.training.processes.renewal import note_wrapped
+from notebook_accel.training.processes.topology import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer

@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.models import has_parts, weights_of
-from notebook_accel.training.processes.renewal import note_mesh
+from notebook_accel.training.processes.topology import note_mesh
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_sizes

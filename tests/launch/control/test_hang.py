@@ -56,7 +56,7 @@ TRAINER = (
 SESSION = ("/src/notebook_accel/notebook/worker/calls.py", 137, "__call__")
 NEW_GROUP = (
     (f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"),
-    (f"{OURS}/renewal.py", 40, "renew_group"),
+    (f"{OURS}/topology.py", 40, "renew_group"),
     ("/src/notebook_accel/notebook/worker/namespace.py", 77, "get_ready"),
     SESSION,
 )
