@@ -6,7 +6,7 @@ The settings are small dataclasses that check their values; most go into ``kwarg
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, EnumMeta
@@ -220,9 +220,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         kinds = DDPCommunicationHookType
-        self.comm_hook = _hook_type("comm_hook", self.comm_hook, tuple(kinds))
-        wrappers = (kinds.NO, kinds.FP16, kinds.BF16)
-        self.comm_wrapper = _hook_type("comm_wrapper", self.comm_wrapper, wrappers)
+        for name, allowed in (
+            ("comm_hook", tuple(kinds)),
+            ("comm_wrapper", (kinds.NO, kinds.FP16, kinds.BF16)),
+        ):
+            given = getattr(self, name)
+            if given not in allowed:  # members equal their text
+                raise ConfigError(
+                    f"DistributedDataParallelKwargs({name}={str(given)!r}): expected one of "
+                    f"{', '.join(repr(str(kind)) for kind in allowed)}"
+                )
+            setattr(self, name, kinds(given))
 
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -466,18 +474,6 @@ def as_steps(what: str, num_steps: Any, least: int = 1) -> int:
     if number is None or number < least:
         raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least {least}")
     return number
-
-
-def _hook_type(
-    field_name: str, given: Any, allowed: Sequence[DDPCommunicationHookType]
-) -> DDPCommunicationHookType:
-    if given not in allowed:  # members equal their text
-        expected = ", ".join(repr(str(kind)) for kind in allowed)
-        raise ConfigError(
-            f"DistributedDataParallelKwargs({field_name}={str(given)!r}): expected one of "
-            f"{expected}"
-        )
-    return DDPCommunicationHookType(given)
 
 
 _Handler = TypeVar("_Handler", bound=KwargsHandler)

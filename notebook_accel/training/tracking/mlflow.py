@@ -27,7 +27,6 @@ class MLflowTracker(LibraryTracker):
 
     name = "mlflow"
     module = "mlflow"
-    package = "mlflow"
     active_run = LibraryTracker.tracker
 
     def __init__(

@@ -140,7 +140,7 @@ def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
     if issubclass(kind, LibraryTracker) and not kind.is_available():
         raise ConfigError(
             f"Accelerator(log_with={kind.name!r}): {kind.module} is not installed: "
-            f'run pip install "{kind.package}", or leave it out'
+            f'run pip install "{kind.module}", or leave it out'
         )
     return kind
 

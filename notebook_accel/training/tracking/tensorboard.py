@@ -35,7 +35,6 @@ class TensorBoardTracker(LibraryTracker):
 
     name = "tensorboard"
     module = "tensorboard"
-    package = "tensorboard"
     requires_logging_directory = True
     writer = LibraryTracker.tracker
 

@@ -137,7 +137,6 @@ class LibraryTracker(GeneralTracker):
     """
 
     module: ClassVar[str]
-    package: ClassVar[str]
     requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:

@@ -13,7 +13,6 @@ class WandBTracker(LibraryTracker):
 
     name = "wandb"
     module = "wandb"
-    package = "wandb"
     main_process_only = False
     run = LibraryTracker.tracker
 
