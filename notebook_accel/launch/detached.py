@@ -81,13 +81,7 @@ def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
         )
 
 
-def launch_detached(
-    request: LaunchRequest,
-    packed: PackedCall,
-    *,
-    notebook_file: str,
-    script: Callable[..., str],
-) -> Run:
+def launch_detached(request: LaunchRequest, packed: PackedCall, *, notebook_file: str) -> Run:
     """Start a keeper process that launches the run; return the run's handle once the run has begun.
 
     If the launch is interrupted, the keeper ends the run.
@@ -144,7 +138,7 @@ def launch_detached(
         state = _state_of(first)
         folder = RunFolder(runs_folder() / state.run)
         call = AttachedCall(channel, first, folder, request.config, request.view)
-        run = _opened(call, partial(script, world_size=state.world_size))
+        run = _opened(call, replace(request, view=View()))
         if presses.count:
             # Nobody gets the handle.
             call.kill()
@@ -205,9 +199,9 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
         return _opened(AttachedCall(channel, first, folder, run.config, GuardedView(view())))
 
 
-def _opened(call: AttachedCall, source: Callable[..., str] | None = None) -> Run:
+def _opened(call: AttachedCall, request: LaunchRequest | None = None) -> Run:
     """Add a run that a keeper controls to the list of runs, show it, and return its handle."""
-    run = Run(call, results=call.results, source=source)
+    run = Run(call, results=call.results, request=request)
     with held():
         run_list.add(run)
         call.view.open(Run(call))

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +40,6 @@ from notebook_accel.launch.payload import PackedCall, Registry, pack_call
 from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.resuming import folder_for_clone
 from notebook_accel.launch.run import Run, call_of, raise_error
-from notebook_accel.launch.scripts.export import script_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.view import GuardedView, View
@@ -80,9 +79,7 @@ def launch(request: LaunchRequest) -> Run:
             if request.detach:
                 assert packed is not None, "Engine.can_detach"
                 request.view.launch_is_slow(request.name)
-                return launch_detached(
-                    request, packed, notebook_file=notebook_file(), script=_script(request)
-                )
+                return launch_detached(request, packed, notebook_file=notebook_file())
         return launch_packed(request, packed)
     except BaseException:
         # IPython keeps the traceback, and with it the copy of all that the function uses.
@@ -126,10 +123,8 @@ def _begin_and_wait(
             with naming_what_is_short(), contextlib.ExitStack() as undo:
                 new = _new_call(request, world_size, session, undo)
                 with begin(new) as call:
-                    source = partial(_script(request), world_size=world_size)
                     again = replace(request, view=View(), notices=(), run_id="")
-                    clone = Cloner(again) if session is None else _refuse_clone
-                    run = Run(call, results=call.results, source=source, clone=clone)
+                    run = Run(call, results=call.results, request=again, clone=clone_run)
                     # From here on the call itself ends what it has begun.
                     undo.pop_all()
                     call.folder.save(call.state, call.config)
@@ -434,52 +429,44 @@ def _new_call(
     )
 
 
-@dataclass(frozen=True)
-class Cloner:
-    """Launches the call of a run anew, with other arguments or knobs; ``Run.clone`` says more."""
-
-    request: LaunchRequest
-
-    def __call__(
-        self,
-        run: Run,
-        changes: Mapping[str, Any],
-        *,
-        warm: bool,
-        block: bool,
-        name: str = "",
-        knobs: Mapping[str, KnobValue] = MappingProxyType({}),
-        view: View | None = None,
-    ) -> Run:
-        request = self.request
-        args, kwargs, changed = _changed_call(request, run, changes)
-        request = replace(
-            request,
-            args=args,
-            kwargs=kwargs,
-            knobs={**request.knobs, **knobs, **changed},
-            environment={},
-            resume=folder_for_clone(run) if warm else request.resume,
-            origin=run.id,
-            trial=None,
-            name=name or wording.arguments((), changes) or request.name,
-            block=block,
-            view=request.new_view(waits=block) if view is None else view,
+def clone_run(
+    request: LaunchRequest,
+    run: Run,
+    changes: Mapping[str, Any],
+    *,
+    warm: bool,
+    block: bool,
+    name: str = "",
+    knobs: Mapping[str, KnobValue] = MappingProxyType({}),
+    view: View | None = None,
+) -> Run:
+    """Launch the request of a run anew, with other arguments or knobs; ``Run.clone`` says more."""
+    if run.state.session:
+        raise ConfigError(
+            "clone(): a call of a session is not cloned. Call the function in the session again, "
+            "or launch it without session=True"
         )
-        if not run.state.devices or run.state.has_ended:
-            return launch(request)
-        with run_list.choosing:
-            config = replace(request.config, devices=_free_devices(run))
-            # It waits once others may choose.
-            cloned = launch(replace(request, config=config, block=False))
-        return _waited(cloned) if block else cloned
-
-
-def _refuse_clone(_run: Run, _changes: Mapping[str, Any], **_asked: bool) -> Run:
-    raise ConfigError(
-        "clone(): a call of a session is not cloned. Call the function in the session again, or "
-        "launch it without session=True"
+    args, kwargs, changed = _changed_call(request, run, changes)
+    request = replace(
+        request,
+        args=args,
+        kwargs=kwargs,
+        knobs={**request.knobs, **knobs, **changed},
+        environment={},
+        resume=folder_for_clone(run) if warm else request.resume,
+        origin=run.id,
+        trial=None,
+        name=name or wording.arguments((), changes) or request.name,
+        block=block,
+        view=request.new_view(waits=block) if view is None else view,
     )
+    if not run.state.devices or run.state.has_ended:
+        return launch(request)
+    with run_list.choosing:
+        config = replace(request.config, devices=_free_devices(run))
+        # It waits once others may choose.
+        cloned = launch(replace(request, config=config, block=False))
+    return _waited(cloned) if block else cloned
 
 
 def _changed_call(
@@ -546,9 +533,3 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
         rescued_as = call.state.rescued_as
         if rescued_as and not error.args and not call.view.is_shown:
             error.args = (RESCUED + rescued_as,)
-
-
-def _script(request: LaunchRequest) -> Callable[..., str]:
-    """Return a function that gives the call of ``request`` as the text of a script for torchrun."""
-    called = request.function, request.args, request.kwargs
-    return partial(script_of, *called, sources=request.sources)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel import wire
 from notebook_accel.config.checks import as_choice, as_seconds
@@ -34,7 +34,11 @@ from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.plotting import number_steps, plot_together
 from notebook_accel.launch.control.results import Results, StoredResults
 from notebook_accel.launch.control.run_state import RESCUED, Failure, Progress, RunState
+from notebook_accel.launch.scripts.export import script_of
 from notebook_accel.rank.knob_limits import checked
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.launch_request import LaunchRequest
 
 # How long results are kept; two errors end with these words.
 _KEPT = (
@@ -80,14 +84,14 @@ class Run:
         call: Call,
         *,
         results: Results | None = None,
-        source: Callable[..., str] | None = None,
+        request: LaunchRequest | None = None,
         clone: Callable[..., Run] | None = None,
     ) -> None:
         self.id: str = call.folder.id
         self.config = call.config
         self.name = call.state.name
         self._call = call
-        self._source = source
+        self._request = request
         self._clone = clone
         self._newest_watch: threading.Thread | None = None
         # Those of a detached run are in its folder, for every handle.
@@ -508,7 +512,7 @@ class Run:
         """
         if self._clone is None:
             raise self._about_this(NotebookAccelError(_no_function(self, "clone")))
-        return self._clone(self, changes, warm=warm, block=block)
+        return self._clone(self._request, self, changes, warm=warm, block=block)
 
     def _await(self, asked: Future[None]) -> None:
         try:
@@ -646,10 +650,17 @@ class Run:
             >>> "def train(rate):" in script.read_text()
             True
         """
-        if self._source is None:
+        request = self._request
+        if request is None:
             raise self._about_this(NotebookAccelError(_no_function(self, "export")))
         target = Path(path).expanduser()
-        target.write_text(self._source(file=target.name), encoding="utf-8")
+        text = script_of(
+            *(request.function, request.args, request.kwargs),
+            world_size=self.world_size,
+            file=target.name,
+            sources=request.sources,
+        )
+        target.write_text(text, encoding="utf-8")
         return target
 
     def show(self, rank: int | None = None) -> None:
@@ -688,9 +699,9 @@ def _no_function(run: Run, what: str) -> str:
     )
 
 
-def cloner_of(run: Run) -> Callable[..., Run] | None:
-    """Return what launches a run's call again, a ``launcher.Cloner``; None where nothing can."""
-    return run._clone
+def request_of(run: Run) -> LaunchRequest | None:
+    """Return the request of a run, with its function; None where that is gone."""
+    return run._request
 
 
 def save_to(run: Run, folder: Path) -> None:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import ipywidgets
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.launcher import Cloner
-from notebook_accel.launch.run import Run, cloner_of
+from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.launcher import clone_run
+from notebook_accel.launch.run import Run, request_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.controls import MAX_KNOBS, control_of, row_of, value_in
 from notebook_accel.notebook.display_slot import start_thread
@@ -35,8 +36,8 @@ _WARM = "Begin with this run's training as it is at its next common step, instea
 class Cloneable(NamedTuple):
     """A run, the call of its function, and what clones it and returns a line about the clone.
 
-    ``clone`` gets the arguments that differ and, by the names that ``Cloner`` takes, all knobs,
-    the name and ``warm``.
+    ``clone`` gets the arguments that differ and, by the names that ``clone_run`` takes, all
+    knobs, the name and ``warm``.
     """
 
     run: Run
@@ -51,20 +52,23 @@ def cloneable(run: Run, below: Callable[[], Any]) -> Cloneable | None:
         below: makes the view of a clone.
     """
     handle = next((one for one in run_list.runs() if one.id == run.id), run)
-    cloner = cloner_of(handle)
-    if not isinstance(cloner, Cloner):
+    asked = request_of(handle)
+    if asked is None or run.state.session or run.state.detached:
         return None
-    asked = cloner.request
     call = partial(asked.function, *asked.args, **asked.kwargs)
-    return Cloneable(run, call, partial(_clone_below, cloner, run, below))
+    return Cloneable(run, call, partial(_clone_below, asked, run, below))
 
 
 def _clone_below(
-    cloner: Cloner, run: Run, below: Callable[[], Any], changes: Mapping[str, Any], **how: Any
+    request: LaunchRequest,
+    run: Run,
+    below: Callable[[], Any],
+    changes: Mapping[str, Any],
+    **how: Any,
 ) -> str:
     view = below()
     try:
-        clone = cloner(run, changes, block=False, view=view, **how)
+        clone = clone_run(request, run, changes, block=False, view=view, **how)
     except Exception:
         view.give_up()
         raise
