@@ -103,23 +103,21 @@ def _devices(machine: Machine) -> Iterator[Finding]:
         names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
         yield Finding(subject="devices", found=names)
     else:
-        yield _without_devices(machine)
-
-
-def _without_devices(machine: Machine) -> Finding:
-    found, remedy = f"no accelerator: ranks train on {machine.num_cores} CPU cores", ""
-    names = ", ".join(_ask_nvidia("--query-gpu=name"))
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if machine.problem:
-        found = f"{found}. Torch says: {machine.problem}"
-        remedy = "repair or update the driver, or install a torch for the one that is there"
-    elif names and hidden is not None:
-        found = f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides {names}"
-        remedy = 'del os.environ["CUDA_VISIBLE_DEVICES"], unless that is meant'
-    elif names:
-        found = f"{found}; torch {machine.versions.get('torch', '')} cannot use {names}"
-        remedy = "install a torch that was built for CUDA: https://pytorch.org/get-started/locally/"
-    return Finding(subject="devices", found=found, remedy=remedy)
+        found, remedy = f"no accelerator: ranks train on {machine.num_cores} CPU cores", ""
+        names = ", ".join(_ask_nvidia("--query-gpu=name"))
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if machine.problem:
+            found = f"{found}. Torch says: {machine.problem}"
+            remedy = "repair or update the driver, or install a torch for the one that is there"
+        elif names and hidden is not None:
+            found = f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides {names}"
+            remedy = 'del os.environ["CUDA_VISIBLE_DEVICES"], unless that is meant'
+        elif names:
+            found = f"{found}; torch {machine.versions.get('torch', '')} cannot use {names}"
+            remedy = (
+                "install a torch that was built for CUDA: https://pytorch.org/get-started/locally/"
+            )
+        yield Finding(subject="devices", found=found, remedy=remedy)
 
 
 def _tpus(_machine: Machine) -> Iterator[Finding]:

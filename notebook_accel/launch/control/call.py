@@ -257,11 +257,8 @@ class RankCall(Call):
         # Until it has been sent for the last time. The run keeps what its advice needs, and none of
         # its arguments: what the person drops while it goes on is freed.
         self._parcel: Parcel | None = packed.parcel
-        self._advises, self._models, self._uses_torch = (
-            request.advise,
-            packed.models,
-            packed.uses_torch,
-        )
+        advice = partial(closing_advice, models=packed.models, uses_torch=packed.uses_torch)
+        self._advice = advice if request.advise else None
         timeout = new.state.timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._labels = {source.filename: source.label for source in request.sources}
@@ -631,8 +628,8 @@ class RankCall(Call):
         # Results may be large: from here on only the run's handle keeps them.
         self.results = None
         lines = [self.metrics.lost_notice, *results.lost]
-        if self._advises:
-            lines += closing_advice(self.state, self._models, uses_torch=self._uses_torch)
+        if self._advice is not None:
+            lines += self._advice(self.state)
         if len({state.ranks[rank].steps for rank in results.parts}) > 1:
             results.parts.clear()
             lines.append("what was being trained is not kept: the ranks were within a step")

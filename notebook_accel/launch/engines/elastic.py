@@ -259,7 +259,7 @@ def join(
         devices=found.names,
         num_ranks=num_ranks,
     )
-    return await_from_thread(_Guest(say).serve(host, port, given, info))
+    return await_from_thread(_be_guest(host, port, given, info, say))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -273,74 +273,70 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class _Guest:
-    """The joined machine's side of a run: starts and ends an agent here when the notebook asks."""
+async def _be_guest(
+    host: str, port: int, token: Token, info: wire.MachineJoined, say: Callable[[str], None]
+) -> int:
+    """Connect to the notebook, and start and end an agent here when it asks; return once it ends.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._requests: asyncio.Queue[wire.Message | None] = asyncio.Queue()
-        self._agent: AgentLink | None = None
+    Returns:
+        The exit code of ``notebook-accel join``: 1 if the run has failed, or the notebook is lost.
+    """
+    try:
+        link = await open_link(host, port, token)
+    except (OSError, asyncio.TimeoutError) as error:
+        raise LaunchError(
+            f"no notebook waits at {host}:{port} ({error or 'no answer'}): is its launch "
+            "waiting still, and does a firewall let this machine through?"
+        ) from None
+    requests: asyncio.Queue[wire.Message | None] = asyncio.Queue()
+    serving = asyncio.ensure_future(link.serve(requests.put_nowait))
+    serving.add_done_callback(lambda _: requests.put_nowait(None))
+    link.send(msgspec.structs.replace(info, interface=interface_of(link.own_address)))
+    say(f"joined {host}:{port}; waiting for the notebook")
+    agent: AgentLink | None = None
+    passing: asyncio.Task[None] | None = None
+    outcome = ""
+    try:
+        while (message := await requests.get()) is not None:
+            if isinstance(message, wire.MachineRefused):
+                raise LaunchError(f"the notebook refused this machine: {message.text}")
+            if isinstance(message, wire.MachineReleased):
+                outcome = _OUTCOMES[message.outcome]
+            elif isinstance(message, wire.StartMachineAgent):
+                try:
+                    agent = await asyncio.to_thread(_fork_agent, message)
+                except LaunchError as error:
+                    link.send(wire.MachineAgentStarted(error=str(error)))
+                    continue
+                passing = await _attach(link, agent, message.directory)
+                say("an agent has started: the ranks here train")
+            elif isinstance(message, wire.EndMachineAgent) and passing is not None:
+                link.detach()
+                await passing
+    finally:
+        link.abort()
+        if agent is not None:
+            await asyncio.to_thread(agent.end)
+    say(outcome or _LOST)
+    return int(outcome in ("", _OUTCOMES["failed"]))
 
-    async def serve(self, host: str, port: int, token: Token, info: wire.MachineJoined) -> int:
-        link = await self._connect(host, port, token)
-        interface = interface_of(link.own_address)
-        serving = asyncio.ensure_future(link.serve(self._requests.put_nowait))
-        serving.add_done_callback(lambda _: self._requests.put_nowait(None))
-        link.send(msgspec.structs.replace(info, interface=interface))
-        self._say(f"joined {host}:{port}; waiting for the notebook")
-        passing: asyncio.Task[None] | None = None
-        outcome = ""
-        try:
-            while (message := await self._requests.get()) is not None:
-                if isinstance(message, wire.MachineRefused):
-                    raise LaunchError(f"the notebook refused this machine: {message.text}")
-                if isinstance(message, wire.MachineReleased):
-                    outcome = _OUTCOMES[message.outcome]
-                elif isinstance(message, wire.StartMachineAgent):
-                    passing = await self._start(link, message)
-                elif isinstance(message, wire.EndMachineAgent) and passing is not None:
-                    link.detach()
-                    await passing
-        finally:
-            link.abort()
-            if self._agent is not None:
-                await asyncio.to_thread(self._agent.end)
-        self._say(outcome or _LOST)
-        return int(outcome in ("", _OUTCOMES["failed"]))
 
-    async def _connect(self, host: str, port: int, token: Token) -> MachineLink:
-        try:
-            return await open_link(host, port, token)
-        except (OSError, asyncio.TimeoutError) as error:
-            raise LaunchError(
-                f"no notebook waits at {host}:{port} ({error or 'no answer'}): is its launch "
-                "waiting still, and does a firewall let this machine through?"
-            ) from None
+async def _attach(link: MachineLink, agent: AgentLink, wanted: str) -> asyncio.Task[None]:
+    """Relay between a new agent and the notebook, in a task that ends when the agent has."""
+    directory = wanted if os.path.isdir(wanted) else os.getcwd()
+    sock = socket.socket(fileno=os.dup(agent.channel.fileno()))
+    agent.channel.close()
+    passing = await link.attach(sock)
+    link.send(wire.MachineAgentStarted(directory=directory))
 
-    async def _start(
-        self, link: MachineLink, message: wire.StartMachineAgent
-    ) -> asyncio.Task[None] | None:
-        directory = message.directory if os.path.isdir(message.directory) else os.getcwd()
-        try:
-            agent = self._agent = await asyncio.to_thread(_fork_agent, message)
-        except LaunchError as error:
-            link.send(wire.MachineAgentStarted(error=str(error)))
-            return None
-        sock = socket.socket(fileno=os.dup(agent.channel.fileno()))
-        agent.channel.close()
-        passing = await link.attach(sock)
-        link.send(wire.MachineAgentStarted(directory=directory))
-        self._say("an agent has started: the ranks here train")
-        return asyncio.ensure_future(self._report_end(link, agent, passing))
-
-    async def _report_end(
-        self, link: MachineLink, agent: AgentLink, passing: asyncio.Task[None]
-    ) -> None:
+    async def report_end() -> None:
         await passing
         end = await asyncio.to_thread(agent.how_it_ended)
         await asyncio.to_thread(agent.end)
         assert end is not None
         link.send(wire.MachineAgentEnded(how=end.how, traceback=end.traceback))
+
+    return asyncio.ensure_future(report_end())
 
 
 def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:

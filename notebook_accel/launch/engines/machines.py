@@ -246,13 +246,10 @@ class MachineServer:
 
     def close(self, outcome: str) -> None:
         """Stop listening, and disconnect each machine once its agent has ended; returns at once."""
-        in_background().call_soon_threadsafe(self._close, outcome)
+        asyncio.run_coroutine_threadsafe(self.tell(outcome), in_background())
 
     async def tell(self, outcome: str) -> None:
         """Do the same in the connections' thread; what the machines are told has been sent then."""
-        self._close(outcome)
-
-    def _close(self, outcome: str) -> None:
         self._listening.cancel()
         for machine in self.machines:
             machine.let_go(outcome)

@@ -72,10 +72,18 @@ class RayEngine(MachinesEngine):
     ) -> list[JoinedMachine]:
         server = self._listen("", 0, len(ranks_of_nodes))
         address = f"{ray.util.get_node_ip_address()}:{server.port}"
-        starting = [
-            self._start(ray, node, num_ranks, request, address, str(server.token))
-            for node, num_ranks in ranks_of_nodes.items()
-        ]
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        has_gpus = "GPU" in _resources_of_rank(ray, request.config)
+        starting = []
+        for node, num_ranks in ranks_of_nodes.items():
+            of_node = {
+                "num_cpus": num_ranks,
+                "num_gpus": num_ranks if has_gpus else 0,
+                "scheduling_strategy": affinity(node, soft=False),
+            }
+            actor = ray.remote(_NodeActor).options(**of_node).remote()
+            self._actors.append(actor)
+            starting.append(actor.join.remote(address, str(server.token), num_ranks))
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(server.machines) < len(starting):
             request.poll()
@@ -87,28 +95,6 @@ class RayEngine(MachinesEngine):
                     "can they reach this machine?"
                 )
         return list(server.machines)
-
-    def _start(
-        self,
-        ray: Any,
-        node: str,
-        num_ranks: int,
-        request: LaunchRequest,
-        address: str,
-        token: str,
-    ) -> Any:
-        strategies = ray.util.scheduling_strategies
-        actor = (
-            ray.remote(_NodeActor)
-            .options(
-                num_cpus=num_ranks,
-                num_gpus=num_ranks if "GPU" in _resources_of_rank(ray, request.config) else 0,
-                scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            .remote()
-        )
-        self._actors.append(actor)
-        return actor.join.remote(address, token, num_ranks)
 
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
         """Return the plan of ranks on these machines, which become the machines of the run."""

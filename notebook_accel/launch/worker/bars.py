@@ -65,24 +65,17 @@ def _draws_on_output(bar: Any) -> bool:
     return stream is None or stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
-class _Reports:
-    """What is kept for each bar: its number in this rank, and a limit on how often it reports."""
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-        self.limit = TokenBucket(_BURST, _REPORTS_PER_SECOND)
-
-
 def _report(bar: Any, *, closed: bool) -> None:
-    reports: _Reports = bar.__dict__.get("_notebook_accel_reports") or _Reports()
-    bar._notebook_accel_reports = reports
-    if not reports.limit.try_take() and not closed:
+    if "_notebook_accel_number" not in vars(bar):
+        bar._notebook_accel_number = next(_numbers)
+        bar._notebook_accel_limit = TokenBucket(_BURST, _REPORTS_PER_SECOND)
+    if not bar._notebook_accel_limit.try_take() and not closed:
         return
     shown: dict[str, Any] = bar.format_dict
     elapsed, done = shown.get("elapsed") or 0.0, shown["n"] - (shown.get("initial") or 0)
     this_rank.current().report(
         wire.Bar,
-        bar=reports.number,
+        bar=bar._notebook_accel_number,
         name=str(shown.get("prefix") or "").rstrip(": "),
         n=_finite(shown["n"]) or 0.0,
         total=_finite(shown.get("total")),

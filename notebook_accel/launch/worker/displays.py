@@ -74,19 +74,11 @@ def install() -> None:
             display(pyplot.figure(number))
         pyplot.close("all")
 
-    def replace_display(module: Any) -> None:
-        module.display, module.clear_output = display, clear_output
-
-    def replace_show(module: Any) -> None:
-        module.show = show
-
-    for name, change in (
-        ("IPython.core.display_functions", replace_display),
-        # The module that has it in IPython 7.
-        ("IPython.core.display", replace_display),
-        ("matplotlib.pyplot", replace_show),
-    ):
-        change_module(name, change)
+    of_ipython = {"display": display, "clear_output": clear_output}
+    # The second module has it in IPython 7.
+    for name in ("IPython.core.display_functions", "IPython.core.display"):
+        change_module(name, lambda module: vars(module).update(of_ipython))
+    change_module("matplotlib.pyplot", lambda module: vars(module).update(show=show))
 
 
 def display(
