@@ -51,7 +51,16 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
             "since it has `async def` or `yield`; expected a function that does the training, such "
             "as `def train(): return asyncio.run(main())`, or `return list(main())`"
         )
-    _check_arguments(args, kwargs)
+    if isinstance(args, Mapping):
+        raise ConfigError(f"args={_short(args)}: arguments with names go to kwargs=")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        given = _short(args)
+        raise ConfigError(f"args={given}: expected a tuple of arguments, such as args=({given},)")
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    if kwargs is not None and not is_named:
+        raise ConfigError(
+            f"kwargs={_short(kwargs)}: expected a dictionary of arguments by their names"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -63,19 +72,6 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
         raise ConfigError(
             f"{name}{signature} cannot be called with these arguments: {error}"
         ) from None
-
-
-def _check_arguments(args: object, kwargs: object) -> None:
-    if isinstance(args, Mapping):
-        raise ConfigError(f"args={_short(args)}: arguments with names go to kwargs=")
-    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        given = _short(args)
-        raise ConfigError(f"args={given}: expected a tuple of arguments, such as args=({given},)")
-    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
-    if kwargs is not None and not is_named:
-        raise ConfigError(
-            f"kwargs={_short(kwargs)}: expected a dictionary of arguments by their names"
-        )
 
 
 def _short(value: object) -> str:

@@ -64,15 +64,14 @@ def _folder_of(run: Run) -> str:
             lost = f"; what was trained when it was stopped cannot be used: {error}"
     if Path(run.state.checkpoint or "-").is_dir():
         return run.state.checkpoint
-    raise ConfigError(f"resume={run!r}: it left nothing to go on from. {_why(run)}{lost}")
-
-
-def _why(run: Run) -> str:
     if run.state.checkpoint:
-        return f"Its newest checkpoint, {run.state.checkpoint}, is not there any more"
-    if not run.state.has_ended:
-        return "It goes on, and has written no checkpoint: run.stop() it, or run.save()"
-    return (
-        "It wrote no checkpoint, and was not stopped while it trained prepared models (a function "
-        "that reads should_stop returns by itself): save_state() or resume_or_start() keeps one"
-    )
+        why = f"Its newest checkpoint, {run.state.checkpoint}, is not there any more"
+    elif not run.state.has_ended:
+        why = "It goes on, and has written no checkpoint: run.stop() it, or run.save()"
+    else:
+        why = (
+            "It wrote no checkpoint, and was not stopped while it trained prepared models (a "
+            "function that reads should_stop returns by itself): save_state() or "
+            "resume_or_start() keeps one"
+        )
+    raise ConfigError(f"resume={run!r}: it left nothing to go on from. {why}{lost}")

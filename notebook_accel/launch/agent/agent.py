@@ -67,7 +67,7 @@ _METRICS_SECONDS = 0.1
 _MAX_METRICS = 100
 
 
-def _fork_ranks(ranks: Iterable[RankProcess], unneeded: Sequence[int]) -> list[RankProcess]:
+def start_ranks(ranks: Iterable[RankProcess], unneeded: Sequence[int]) -> list[RankProcess]:
     """Fork one process per rank, without waiting until the ranks are ready for calls.
 
     Each rank is made after those before have been forked, which so do not inherit what is its.
@@ -88,13 +88,8 @@ def _fork_ranks(ranks: Iterable[RankProcess], unneeded: Sequence[int]) -> list[R
     return forked
 
 
-# How rank processes come about, by ``wire.Launch.start_method``.
-_START_METHODS: dict[
-    str, Callable[[], Callable[[Iterable[RankProcess], Sequence[int]], list[RankProcess]]]
-] = {
-    "fork": lambda: _fork_ranks,
-    "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
-}
+# The modules whose ``start_ranks`` starts rank processes, by ``wire.Launch.start_method``.
+_START_METHODS = {"fork": __name__, "xla": "notebook_accel.launch.agent.spawning"}
 
 
 def main(channel: Channel, kernel: int, first: tuple[wire.Message, list[int]]) -> None:
@@ -162,7 +157,7 @@ class Agent:
         if self._ports.master is not None:
             own.append(self._ports.master.fileno())
         ranks = (RankProcess(one, *made_of) for one in launch.ranks)
-        self.ranks = _START_METHODS[launch.start_method]()(ranks, own)
+        self.ranks = import_module(_START_METHODS[launch.start_method]).start_ranks(ranks, own)
         if isinstance(self._channel, FramedChannel):
             for rank in self.ranks:
                 self._streams[rank.rank] = stream = self._channel.follow(rank.tail.fileno())

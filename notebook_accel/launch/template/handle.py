@@ -139,7 +139,8 @@ class Template:
     def wait_until_ready(self) -> None:
         """Wait until the process has imported all that it preloads."""
         with self._lock:
-            self._await_imports()
+            if not self._is_ready:
+                self._receive(wire.TemplateReady, "", _START_SECONDS)
 
     def import_soon(self, message: wire.Import) -> None:
         """Have the process import what the notebook has imported; return at once."""
@@ -236,10 +237,6 @@ class Template:
         self._process.wait()
         self.close()
 
-    def _await_imports(self) -> None:
-        if not self._is_ready:
-            self._receive(wire.TemplateReady, "", _START_SECONDS)
-
     def _post_imports(self) -> None:
         while self._unsent:
             self._channel.post(self._unsent.popleft())
@@ -252,8 +249,8 @@ class Template:
         seconds: float,
         fds: tuple[int, ...] = (),
     ) -> wire.M:
+        self.wait_until_ready()
         with self._lock:
-            self._await_imports()
             # An OSError here says that this process has no descriptor left to send, and nothing of
             # the template.
             with held():

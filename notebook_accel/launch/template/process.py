@@ -22,6 +22,7 @@ import selectors
 import signal
 import socket
 import traceback
+from functools import partial
 from importlib import import_module
 
 import msgspec
@@ -91,7 +92,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._is_retired = False
         self._preparer = Preparer(kernel, self._selector, self._descriptors, self._kill_descendants)
-        self._selector.register(self._kernel, selectors.EVENT_READ, self._end_everything)
+        self._kernel_gone = partial(end_everything, self._runs)
+        self._selector.register(self._kernel, selectors.EVENT_READ, self._kernel_gone)
         self._selector.register(self._channel, selectors.EVENT_READ, self._from_kernel)
 
     def run(self) -> None:
@@ -100,9 +102,6 @@ class Server:
                 # Another one of them may have taken it out meanwhile.
                 if self._selector.get_map().get(key.fd) == key:
                     key.data()
-
-    def _end_everything(self) -> None:
-        end_everything(self._runs)
 
     def _descriptors(self) -> list[int]:
         """Return the descriptors of this process that a child closes: all but the kernel's."""
@@ -186,7 +185,7 @@ class Server:
                 channel = Channel(ours)
                 ours.settimeout(_ANSWER_SECONDS)
                 with (
-                    processes.acting_on_exit(self._kernel, self._end_everything),
+                    processes.acting_on_exit(self._kernel, self._kernel_gone),
                     contextlib.suppress(EOFError, OSError),
                 ):
                     answer, _ = channel.receive()

@@ -214,15 +214,12 @@ class Channel:
         flags = 0 if block else socket.MSG_DONTWAIT
         with contextlib.suppress(BlockingIOError):
             while self._outgoing:
-                self._write_some(flags)
-
-    def _write_some(self, flags: int) -> None:
-        frame = self._outgoing[0]
-        if not frame.is_sent:
-            frame.send(self._socket.sendmsg, flags)
-        if frame.is_sent:
-            frame.close()
-            self._outgoing.popleft()
+                frame = self._outgoing[0]
+                if not frame.is_sent:
+                    frame.send(self._socket.sendmsg, flags)
+                if frame.is_sent:
+                    frame.close()
+                    self._outgoing.popleft()
 
     # ---- in --------------------------------------------------------------------------------
 

@@ -71,14 +71,12 @@ def newest(*, since: float, notice: Callable[[str], None]) -> tuple[wire.Collect
             while of_group and of_group[-1].number >= one.number:
                 of_group.pop()
             of_group.append(one)
-    around = map(_around, filter(None, begun.values()))
-    return tuple(chain(*around, *(several[:_NUM_AROUND] for several in points.values())))
-
-
-def _around(begun: list[wire.Collective]) -> list[wire.Collective]:
-    first = next((i for i, one in enumerate(begun) if one.is_pending), len(begun))
-    kept = begun[max(0, first - _NUM_AROUND) : first + _NUM_AROUND]
-    return kept if kept[-1] is begun[-1] else [*kept, begun[-1]]
+    found: list[list[wire.Collective]] = []
+    for of_group in filter(None, begun.values()):
+        first = next((i for i, one in enumerate(of_group) if one.is_pending), len(of_group))
+        around = of_group[max(0, first - _NUM_AROUND) : first + _NUM_AROUND]
+        found.append(around if around[-1] is of_group[-1] else [*around, of_group[-1]])
+    return tuple(chain(*found, *(several[:_NUM_AROUND] for several in points.values())))
 
 
 def _collective(entry: dict[str, Any], ranks: dict[str, list[int]]) -> wire.Collective:
