@@ -834,9 +834,10 @@ class EngineContract:
             assert "rank 0" in text
             assert text.count("in train") == self.world_size
             last = self.world_size - 1
-            for rank in (last, -1):
-                assert run.stacks(rank).startswith(f"rank {last}\n")
-                assert "in train" in run.stacks(rank)
+            # Each asks the rank anew, which takes seconds: it cannot tell its collectives.
+            text = run.stacks(-1)
+            assert text.startswith(f"rank {last}\n")
+            assert "in train" in text
             with pytest.raises(IndexError, match=f"rank {last + 1}: this run has the ranks? 0"):
                 run.stacks(last + 1)
         finally:

@@ -108,10 +108,7 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(tmp_path: 
         axes = "old.plot('loss', backend='matplotlib'), compare(old, live, backend='matplotlib')"
         assert notebook.run(f"print([len(each) for each in ({axes})])").startswith("[1, 2]")
 
-
-def test_of_many_runs_the_best_is_in_colour(tmp_path: Path) -> None:
-    with open_notebook() as notebook:
-        notebook.run(TRAIN)
+        # Of many runs the best is in colour.
         launch = "notebook_launcher(train, (1 / (number + 1), 8), 1, session=True)"
         notebook.run(f"many = [{launch} for number in range(12)]")
         page = shown(notebook, "compare(many, names=['loss'])")["data"]["text/html"]

@@ -78,14 +78,26 @@ def test_a_session_has_them_and_cells_of_any_kind_run_on(
 def test_the_line_of_a_session_says_for_which_import_it_waits(
     notebook: Notebook, tmp_path: Path
 ) -> None:
-    slow = "import sys, time\nif 'ipykernel' not in sys.modules:\n    time.sleep(4)\n"
+    go = tmp_path / "go"
+    slow = f"""
+import pathlib, sys, time
+until = time.monotonic() + 30
+while "ipykernel" not in sys.modules and time.monotonic() < until:
+    if pathlib.Path({str(go)!r}).exists():
+        break
+    time.sleep(0.01)
+"""
     library(tmp_path, "slow_lib", slow)
     notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
     notebook.run(
         "%load_ext notebook_accel\n"
         "from notebook_accel.notebook.kernel_session import StartingLine\n"
         "said, show = [], StartingLine._show\n"
-        "StartingLine._show = lambda line, text: (said.append(text), show(line, text))"
+        "def note(line, text):\n"
+        "    said.append(text)\n"
+        "    show(line, text)\n"
+        f"    'importing slow_lib' in text and open({str(go)!r}, 'w').close()\n"
+        "StartingLine._show = note"
     )
     notebook.run("import slow_lib")
     notebook.run("%%accelerate -n 2\nimport sys\nassert 'slow_lib' in sys.modules")
@@ -134,8 +146,11 @@ def function(names):
 
 
 def test_the_environment_turns_it_off(tmp_path: Path) -> None:
+    """As well as the template that is started before the first launch."""
     library(tmp_path, "off_lib")
     with open_notebook({"NOTEBOOK_ACCEL_WARM": "0"}) as notebook:
+        notebook.run("from notebook_accel import notebook_launcher\n%load_ext notebook_accel")
+        assert notebook.others() == []
         notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
         notebook.run("from notebook_accel import notebook_launcher\nimport off_lib" + FUNCTION)
         launch = "print(list(notebook_launcher(function, ('off_lib',), 2, view='none')))"

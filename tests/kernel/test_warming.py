@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from tests.kernel.notebooks import SLOW, open_notebook
+from tests.kernel.notebooks import SLOW
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ def test_a_launch_that_comes_before_it_is_ready_shows_that_it_waits(notebook: No
     assert reply.status == "ok", reply.traceback
     shown = [str(output) for output in notebook.kernel.first]
     assert any("takes some seconds the first time" in text for text in shown), shown
-
-
-def test_the_environment_turns_it_off() -> None:
-    with open_notebook({"NOTEBOOK_ACCEL_WARM": "0"}) as notebook:
-        notebook.run("from notebook_accel import notebook_launcher\n%load_ext notebook_accel")
-        assert notebook.others() == []
-        notebook.run("assert list(notebook_launcher(lambda: 1, (), 2)) == [1, 1]")
 
 
 def test_a_script_starts_nothing_before_it_launches() -> None:

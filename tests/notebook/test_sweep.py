@@ -372,14 +372,16 @@ def test_200_trials_are_an_update_of_20_kb_with_all_curves_and_one_that_diverges
     assert saved["text/html"].count("<tr>") == 201 == len(saved["text/plain"].splitlines()) - 2
 
 
-def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
+def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path: Path) -> None:
     with open_notebook() as notebook:
         notebook.run(
             """
-            import time
+            import pathlib, time
             from notebook_accel import Accelerator, runs, sweep
 
-            def train(lr, steps=2):
+            def train(lr, steps=2, began=None):
+                if began:
+                    pathlib.Path(began).touch()
                 accelerator = Accelerator(cpu=True)
                 for step in range(steps):
                     accelerator.log({"loss": lr / (step + 1)}, step=step)
@@ -399,9 +401,11 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
             ["1", "✓", "succeeded", "0.1", "0.05"],
             ["0", "✓", "succeeded", "0.5", "0.25"],
         ]
-        long = 's = sweep(train, {"lr": [1, 2, 3]}, kwargs={"steps": 9999}, **text)'
+        began = tmp_path / "began"
+        given = {"steps": 9999, "began": str(began)}
+        long = f's = sweep(train, {{"lr": [1, 2, 3]}}, kwargs={given}, **text)'
         cell = notebook.start(f"before = len(runs())\n{long}")
-        time.sleep(3)
+        eventually(began.exists, within=SOON, what="the first trains")
         notebook.interrupt()
         reply = notebook.finish(cell)
         assert "the sweep was interrupted" in reply.traceback[-1]
@@ -409,7 +413,9 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
         assert notebook.run(f"print(len(runs()) - before, {ended})") == "1 True\n"
 
 
-@pytest.mark.parametrize("pruner", ["None", "optuna.pruners.NopPruner()"])
+@pytest.mark.parametrize(
+    "pruner", [pytest.param("None", marks=pytest.mark.long), "optuna.pruners.NopPruner()"]
+)
 def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
     pruner: str, tmp_path: Path
 ) -> None:
@@ -430,7 +436,7 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
                     time.sleep(0.05)
                 return lr
             s = sweep(
-                train, {{"lr": [4, 3, 2, 1]}}, metric="loss", pruner={pruner}, concurrent=1,
+                train, {{"lr": [3, 2, 1]}}, metric="loss", pruner={pruner}, concurrent=1,
                 detach=True, block=False, devices="cpu",
             )
             """
@@ -451,11 +457,11 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
                 print([run[0] for run in s], s.best[0], [n for n in states if n != "FAIL"])
                 """
             )
-            states = [] if pruner == "None" else ["COMPLETE"] * 4
-            assert shown.endswith(f"[4, 3, 2, 1] 1 {states}\n")
-            assert began.read_text().split() == ["4", "3", "2", "1"]
+            states = [] if pruner == "None" else ["COMPLETE"] * 3
+            assert shown.endswith(f"[3, 2, 1] 1 {states}\n")
+            assert began.read_text().split() == ["3", "2", "1"]
             again = f"s = attach({name!r}).wait(); print(len(s), s.best[0])"
-            assert other.run(again).endswith("4 1\n"), "an ended one, too"
+            assert other.run(again).endswith("3 1\n"), "an ended one, too"
 
 
 @pytest.mark.parametrize(
@@ -467,8 +473,11 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
             "detached._BOOT = detached._BOOT.replace('from notebook_accel', slow)\n"
             "detached.Channel = type('Dying', (detached.Channel,), {'receive': die})",
             id="its ranks have not begun",
+            marks=pytest.mark.long,
         ),
-        pytest.param("detached.AttachedCall = die", id="its ranks have begun"),
+        pytest.param(
+            "detached.AttachedCall = die", id="its ranks have begun", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
