@@ -32,8 +32,8 @@ from .training.accelerator import Accelerator as Accelerator
 from .training.collectives import broadcast as broadcast
 from .training.collectives.data_group import gather_object as gather_object
 from .training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from .training.data.loader_wrapper import skip_first_batches as skip_first_batches
 from .training.data.loaders import DataLoaderShard as DataLoaderShard
-from .training.data.skipping import skip_first_batches as skip_first_batches
 from .training.processes.device_memory import (
     find_executable_batch_size as find_executable_batch_size,
 )

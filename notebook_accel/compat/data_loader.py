@@ -3,6 +3,7 @@
 from notebook_accel.compat import _accelerate
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.distribute import prepare_data_loader
+from notebook_accel.training.data.loader_wrapper import SkipDataLoader, skip_first_batches
 from notebook_accel.training.data.loaders import DataLoaderShard
 from notebook_accel.training.data.loaders import PreparedLoader as DataLoaderStateMixin
 from notebook_accel.training.data.samplers import (
@@ -12,7 +13,6 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
     get_sampler,
 )
-from notebook_accel.training.data.skipping import SkipDataLoader, skip_first_batches
 
 from .logging import *
 from .state import *

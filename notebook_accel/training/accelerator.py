@@ -33,7 +33,7 @@ from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.checkpoint.start import Start
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.gathering import gather_for_metrics
-from notebook_accel.training.data.skipping import skip_first_batches
+from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.files.formats import save_model, save_object
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing import plan

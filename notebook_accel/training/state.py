@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.collectives import set_debugging
-from notebook_accel.training.collectives.debug_mode import is_debugging
+from notebook_accel.training.collectives import is_debugging, set_debugging
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.processes import ProcessInfo, devices, topology
 from notebook_accel.training.processes.process_group import close_process_group

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, PartialState, WorkerError, notebook_launcher
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives import (
+    DistributedOperationException,
     broadcast,
     broadcast_object_list,
     gather,
@@ -24,7 +25,6 @@ from notebook_accel.training.collectives import (
     reduce,
     split_between,
 )
-from notebook_accel.training.collectives.debug_mode import DistributedOperationException
 from notebook_accel.training.collectives.nested import (
     convert_to_fp32,
     find_batch_size,

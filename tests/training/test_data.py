@@ -12,9 +12,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.loader_wrapper import SkipDataLoader
 from notebook_accel.training.data.loaders import DataLoaderShard
 from notebook_accel.training.data.samplers import BatchSamplerShard, IterableDatasetShard
-from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration
 from tests.training.loading import (
     Sharded,

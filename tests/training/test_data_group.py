@@ -21,7 +21,7 @@ from notebook_accel.training.collectives import gather, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup, current_data_group
 from notebook_accel.training.data.distribute import prepare_loader
 from notebook_accel.training.data.gathering import gather_for_metrics
-from notebook_accel.training.data.skipping import skip_first_batches
+from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration
 from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
 from tests.training.loading import CPU, LISTS, TABLE, SizedStream, Stream, lists, numbers, read

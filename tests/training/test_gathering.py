@@ -16,7 +16,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import gather_object, num_ranks, this_rank
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher, RoundDivider
 from notebook_accel.training.data.gathering import gather_for_metrics
-from notebook_accel.training.data.skipping import skip_first_batches
+from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.processes.random_numbers import set_seed
 from notebook_accel.training.stepping.accumulation import GradientState
 from notebook_accel.training.stepping.active_loaders import active_loaders

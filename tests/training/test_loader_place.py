@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.rank import this_rank as ranks
-from notebook_accel.training.data.skipping import skip_first_batches
+from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.processes.random_numbers import set_seed
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import Accumulation, GradientState

@@ -15,8 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from notebook_accel import Accelerator, ConfigError, DataLoaderConfiguration, skip_first_batches
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.loader_wrapper import SkipDataLoader
 from notebook_accel.training.data.loaders import DataLoaderShard
-from notebook_accel.training.data.skipping import SkipDataLoader
 from tests.training.harness import run_ranks
 from tests.training.loading import lists, numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401

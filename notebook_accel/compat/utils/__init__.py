@@ -5,6 +5,7 @@ from notebook_accel.config import write_basic_config
 from notebook_accel.training.checkpoint.merge import merge_fsdp_weights
 from notebook_accel.training.collectives import (
     CannotPadNestedTensorWarning,
+    DistributedOperationException,
     broadcast,
     broadcast_object_list,
 )
@@ -14,7 +15,6 @@ from notebook_accel.training.collectives.data_group import (
     pad_across_processes,
     reduce,
 )
-from notebook_accel.training.collectives.debug_mode import DistributedOperationException
 from notebook_accel.training.collectives.nested import (
     convert_to_fp32,
     find_batch_size,

@@ -4,12 +4,19 @@ The functions that communicate are collectives: all ranks of the group call them
 structure. If there is no process group, each returns its result for a single rank (or for the ranks
 that an ``Exchange`` connects). Tensors may be on any device: they are moved to where the group's
 backend can send them, and the results are moved back.
+
+Debug mode compares what the ranks give to a collective before it runs. Backends compare nothing. If
+the ranks' tensors differ in size or type, gloo kills a rank (SIGABRT), NCCL waits for ever, and
+either may give wrong numbers. With ``debug=True`` of the launcher, or ``ACCELERATE_DEBUG_MODE``,
+the ranks first tell each other the shapes and types of their tensors, which costs an additional
+collective.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,9 +26,94 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.rank.this_rank import current, has_process_group
-from notebook_accel.training.collectives import debug_mode
 from notebook_accel.training.collectives.exchange import exchange
-from notebook_accel.training.collectives.nested import is_namedtuple, rebuild, recursively_apply
+from notebook_accel.training.collectives.nested import (
+    is_namedtuple,
+    leaves_with_paths,
+    rebuild,
+    recursively_apply,
+)
+from notebook_accel.training.settings import environment
+
+# Where a rank keeps whether its code asked for debug mode.
+ASKED = "debug mode"
+
+
+class DistributedOperationException(ValueError):  # noqa: N818 (Accelerate's name)
+    """The ranks gave tensors of different structures, shapes or types to a collective.
+
+    Raised in debug mode only, on every rank.
+    """
+
+
+def is_debugging() -> bool:
+    """Return whether debug mode is on: as ``set_debugging`` set it, or else by the environment."""
+    asked: bool | None = current().shared.get(ASKED)
+    if asked is not None:
+        return asked
+    return environment.read_flag("DEBUG") or environment.read_flag("DEBUG_MODE")
+
+
+def require_agreement(
+    operation: str,
+    data: Any,
+    group: dist.ProcessGroup | None,
+    *,
+    free_dimension: int | None = None,
+) -> None:
+    """Raise if the ranks of a group have tensors of different shapes or types; all of them call it.
+
+    Args:
+        group: the ranks; None means all.
+        free_dimension: a dimension whose size may differ; None: no dimension may.
+
+    Raises:
+        DistributedOperationException: structures, shapes or types differ; raised on every rank.
+    """
+    mine = [
+        f"{path} {_describe(leaf, free_dimension)}".lstrip()
+        for path, leaf in leaves_with_paths(data, "")
+    ]
+    everywhere = objects_of_ranks(mine, group)
+    if any(of_rank != everywhere[0] for of_rank in everywhere):
+        raise DistributedOperationException(
+            f"{operation} was given different tensors by different ranks:\n{_by_rank(everywhere)}\n"
+            "Expected the same structure, shapes and types on every rank: pad tensors whose sizes "
+            "differ (pad_across_processes), or gather_object what is no tensor"
+        )
+
+
+def objects_of_ranks(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return a list with the object ``mine`` of each rank of a group; all of them call it."""
+    if not has_process_group():
+        return exchange().gather_object(mine)
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, mine, group=group)
+    return everywhere
+
+
+def _describe(leaf: Any, free_dimension: int | None) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    sizes = [str(size) for size in leaf.shape]
+    if free_dimension is not None and -leaf.ndim <= free_dimension < leaf.ndim:
+        sizes[free_dimension] = "any"
+    return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(sizes)})"
+
+
+def _by_rank(everywhere: Sequence[Sequence[str]]) -> str:
+    """Return a text with a line for each kind of data: the ranks that have it, and what it is.
+
+    The most common kind comes first.
+    """
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, of_rank in enumerate(everywhere):
+        ranks[", ".join(of_rank) or "nothing"].append(str(rank))
+    lines = sorted(ranks.items(), key=lambda item: -len(item[1]))
+    return "\n".join(
+        f"  rank{'s' * (len(having) > 1)} {', '.join(having)}: {kind}" for kind, having in lines
+    )
+
 
 # What every backend gathers as it is; the others travel as bytes.
 _CARRIED = frozenset(
@@ -50,15 +142,13 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
     asked = dist.group.WORLD if group is None and dist.is_available() else group
     if asked is None:
         size = exchange().size
-        return (
-            _ALONE if size == 1 else _GroupFacts(size, debug_mode.is_debugging(), carries_cpu=False)
-        )
+        return _ALONE if size == 1 else _GroupFacts(size, is_debugging(), carries_cpu=False)
     facts = _facts_of.get(asked)
     if facts is None:
         size = num_ranks(group)
         facts = _facts_of[asked] = _GroupFacts(
             size=size,
-            compares=size > 1 and debug_mode.is_debugging(),
+            compares=size > 1 and is_debugging(),
             carries_cpu=transport_device(torch.device("cpu"), group).type == "cpu",
         )
     return facts
@@ -66,7 +156,7 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
 
 def set_debugging(asked: bool | None) -> None:
     """Turn debug mode on or off, or (None) let the environment decide; all ranks call it."""
-    current().shared[debug_mode.ASKED] = asked
+    current().shared[ASKED] = asked
     _facts_of.clear()
 
 
@@ -98,7 +188,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """
     facts = _facts(group)
     if facts.compares:
-        debug_mode.require_agreement("gather", tensor, group)
+        require_agreement("gather", tensor, group)
     if type(tensor) is torch.Tensor:
         return _gather(tensor, group, facts)
     return recursively_apply(_gather, tensor, group, facts, error_on_other_type=True)
@@ -169,7 +259,7 @@ def gather_ragged(
     if num_ranks(group) == 1:
         return list(tensors)
     _require_agreement("gather", list(tensors), group, 0)
-    shapes: list[list[tuple[int, ...]]] = debug_mode.objects_of_ranks(
+    shapes: list[list[tuple[int, ...]]] = objects_of_ranks(
         [tuple(tensor.shape) for tensor in tensors], group
     )
     if any([s[1:] for s in of_rank] != [s[1:] for s in shapes[0]] for of_rank in shapes):
@@ -201,7 +291,7 @@ def _require_agreement(
     operation: str, data: Any, group: dist.ProcessGroup | None, free_dimension: int | None = None
 ) -> None:
     if compares(group):
-        debug_mode.require_agreement(operation, data, group, free_dimension=free_dimension)
+        require_agreement(operation, data, group, free_dimension=free_dimension)
 
 
 def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:  # noqa: A002
@@ -216,7 +306,7 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> lis
     mine = list(object) if plain else [object]
     if num_ranks(group) == 1:
         return mine
-    return list(itertools.chain.from_iterable(debug_mode.objects_of_ranks(mine, group)))
+    return list(itertools.chain.from_iterable(objects_of_ranks(mine, group)))
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:

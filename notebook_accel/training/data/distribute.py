@@ -24,10 +24,9 @@ from notebook_accel.private import of_datasets
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data import samplers
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
-from notebook_accel.training.data.loader_wrapper import as_stateful, copied
+from notebook_accel.training.data.loader_wrapper import SkipDataLoader, as_stateful, copied
 from notebook_accel.training.data.loaders import DataLoaderShard, LoaderOptions, PreparedLoader
 from notebook_accel.training.data.samplers import IterableDatasetShard, ShortRoundCollate
-from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.random_numbers import new_generator
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.training import collectives
-from notebook_accel.training.collectives.debug_mode import require_agreement
+from notebook_accel.training.collectives import require_agreement
 from notebook_accel.training.collectives.nested import honor_type, is_namedtuple, leaves, rebuild
 from notebook_accel.training.collectives.nested import recursively_apply as apply_to_tensors
 from notebook_accel.training.stepping.active_loaders import Position, active_loaders
