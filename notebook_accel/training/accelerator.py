@@ -1509,8 +1509,7 @@ class Accelerator(TrainingInfo):
     @property
     def fp8_backend(self) -> FP8BackendType:
         """Library that computes in 8 bits: "AO" (torchao) with mixed precision "fp8", else "NO"."""
-        converts = self._plan.precision.converts_layers
-        return FP8BackendType.AO if converts else FP8BackendType.NO
+        return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:

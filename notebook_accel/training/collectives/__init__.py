@@ -55,13 +55,11 @@ def is_debugging() -> bool:
 
 
 def require_agreement(
-    operation: str,
-    data: Any,
-    group: dist.ProcessGroup | None,
-    *,
-    free_dimension: int | None = None,
+    operation: str, data: Any, group: dist.ProcessGroup | None, free_dimension: int | None = None
 ) -> None:
-    """Raise if the ranks of a group have tensors of different shapes or types; all of them call it.
+    """In debug mode, raise if the ranks of a group have tensors of different shapes or types.
+
+    All ranks of the group call it.
 
     Args:
         group: the ranks; None means all.
@@ -70,6 +68,8 @@ def require_agreement(
     Raises:
         DistributedOperationException: structures, shapes or types differ; raised on every rank.
     """
+    if not compares(group):
+        return
     mine = [
         f"{path} {_describe(leaf, free_dimension)}".lstrip()
         for path, leaf in leaves_with_paths(data, "")
@@ -258,7 +258,7 @@ def gather_ragged(
     """
     if num_ranks(group) == 1:
         return list(tensors)
-    _require_agreement("gather", list(tensors), group, 0)
+    require_agreement("gather", list(tensors), group, 0)
     shapes: list[list[tuple[int, ...]]] = objects_of_ranks(
         [tuple(tensor.shape) for tensor in tensors], group
     )
@@ -285,13 +285,6 @@ def gather_ragged(
 def compares(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether debug mode compares the arguments before each collective of the group."""
     return _facts(group).compares
-
-
-def _require_agreement(
-    operation: str, data: Any, group: dist.ProcessGroup | None, free_dimension: int | None = None
-) -> None:
-    if compares(group):
-        require_agreement(operation, data, group, free_dimension=free_dimension)
 
 
 def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:  # noqa: A002
@@ -330,7 +323,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
         >>> broadcast(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    _require_agreement("broadcast", tensor, group)
+    require_agreement("broadcast", tensor, group)
     return recursively_apply(_broadcast, tensor, from_process, group, error_on_other_type=True)
 
 
@@ -400,7 +393,7 @@ def reduce(
         return tensor
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {[*_REDUCTIONS, 'none']}")
-    _require_agreement("reduce", tensor, group)
+    require_agreement("reduce", tensor, group)
     return recursively_apply(_reduce, tensor, reduction, group, error_on_other_type=True)
 
 
@@ -441,7 +434,7 @@ def pad_across_processes(
         dim: the dimension to pad.
         group: the ranks; None means all.
     """
-    _require_agreement("pad_across_processes", tensor, group, dim)
+    require_agreement("pad_across_processes", tensor, group, dim)
 
     def pad_across_processes(leaf: torch.Tensor) -> torch.Tensor:
         if leaf.is_nested:

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from notebook_accel.rank.this_rank import DeviceMemory, current
 from notebook_accel.training.models import PreparedModel, weights_of
-from notebook_accel.training.precision.loss_scaling import LossScaling, gradient_marks
+from notebook_accel.training.precision import LossScaling, gradient_marks
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.accumulation import (

@@ -20,7 +20,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.files.formats import Format
 from notebook_accel.training.models import has_parts, weights_of
-from notebook_accel.training.precision.loss_scaling import LossScaling
+from notebook_accel.training.precision import LossScaling
 from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.strategy_request import LossFunction, call_model

@@ -21,7 +21,7 @@ from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import reduce
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.models import joined_state_dict, weights_of
-from notebook_accel.training.precision.loss_scaling import LossScaling
+from notebook_accel.training.precision import LossScaling
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:

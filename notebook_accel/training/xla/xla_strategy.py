@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
 from notebook_accel.training.models import RemovableForward, replaced_forwards, weights_of
-from notebook_accel.training.precision.loss_scaling import LossScaling
+from notebook_accel.training.precision import LossScaling
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
