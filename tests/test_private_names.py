@@ -268,9 +268,7 @@ def _knows_compiled() -> bool:
     compiled: Any = torch.compile(model)
     made: Any = torch.compile(function)
     return (
-        of_torch.original_module(compiled) is model
-        and of_torch.is_compiled_function(made)
-        and of_torch.original_function(made) is function
+        of_torch.original_module(compiled) is model and of_torch.original_function(made) is function
     )
 
 

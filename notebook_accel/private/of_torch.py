@@ -458,22 +458,13 @@ def without_iterator(loader: Any) -> Any:
     return copied
 
 
-def is_compiled_function(function: Any) -> bool:
-    """Return whether ``torch.compile`` made a function.
+def original_function(function: Any) -> Any:
+    """Return the function from which ``torch.compile`` made this one; None for any other.
 
     This uses ``_torchdynamo_orig_callable``. If torch removed it, compiled functions of the
     notebook could not be sent to the ranks.
     """
-    return "_torchdynamo_orig_callable" in vars(function)
-
-
-def original_function(compiled: Any) -> Any:
-    """Return the function from which ``torch.compile`` made ``compiled``.
-
-    This uses ``_torchdynamo_orig_callable``. If torch removed it, compiled functions of the
-    notebook could not be sent to the ranks.
-    """
-    return vars(compiled)["_torchdynamo_orig_callable"]
+    return vars(function).get("_torchdynamo_orig_callable")
 
 
 def loadable_names() -> dict[str, Any]:

@@ -38,6 +38,7 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.run_state import ProcessState, RunState, apply_to_processes
 from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.system.interrupts import Latch, held
 from notebook_accel.system.own_files import open_log
 from notebook_accel.system.processes import describe_exit, is_readable
@@ -179,9 +180,9 @@ class RankPool:
         self._links = list(links)
         self._all_links = tuple(links)
         self._log_dir = log_dir
-        # For each rank whose output is sent here: by which agent, the number of the stream, and the
-        # bytes that its file has of an attempt before.
-        self._log_streams: dict[int, tuple[AgentLink, int, int]] = {}
+        # For each rank whose output is sent here: by which channel, the number of the stream, and
+        # the bytes that its file has of an attempt before.
+        self._log_streams: dict[int, tuple[FramedChannel, int, int]] = {}
         # Guards what callers' threads and the pool's own thread both change, and the channels;
         # nothing is done under it that may block. Reentrant, since a finalizer that ends a session
         # or a run may be called in a thread that holds it.
@@ -476,9 +477,10 @@ class RankPool:
                 self._stacks[message.rank] = time.monotonic(), message.text
             elif isinstance(message, wire.LogOpened) and message.rank is not None:
                 # The output of a rank on another machine: the channel writes it here.
+                assert isinstance(link.channel, FramedChannel), "no rank may say it"
                 fd = open_log(self._log_dir, message.rank)
                 size = os.fstat(fd).st_size
-                self._log_streams[message.rank] = link, message.stream, size
+                self._log_streams[message.rank] = link.channel, message.stream, size
                 with self._channels():
                     link.channel.save(message.stream, fd)
             elif isinstance(message, wire.Output) and message.rank in self._log_streams:
@@ -586,8 +588,8 @@ class RankPool:
     def _has_all_output(self, call: RunningCall) -> bool:
         """Return whether the whole output of the call from other machines has arrived here."""
         for state in call.state.ranks:
-            link, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
-            received = None if link is None else link.channel.num_received(stream)
+            channel, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
+            received = None if channel is None else channel.num_received(stream)
             if received is not None and before + received < state.log_end:
                 return False
         return True

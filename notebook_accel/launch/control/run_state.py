@@ -502,9 +502,6 @@ def _num_ended(state: RunState) -> int:
     return sum(rank.has_ended for rank in state.ranks)
 
 
-_STATUS_AFTER = {"stopped": "stopped", "interrupted": "stopped"}
-
-
 @apply.register
 def _(message: wire.Raised, state: RunState) -> RunState:
     return _change_rank(
@@ -512,7 +509,7 @@ def _(message: wire.Raised, state: RunState) -> RunState:
         message.rank,
         lambda rank: _changed(
             rank,
-            status=_STATUS_AFTER.get(message.kind, "failed"),
+            status="stopped" if message.kind in ("stopped", "interrupted") else "failed",
             # A rank that was interrupted because another one failed has not failed itself.
             failure=None if message.ended_by_agent else message,
             made_group=message.made_group,

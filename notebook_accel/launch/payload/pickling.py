@@ -155,8 +155,11 @@ def remake(value: Any) -> tuple[Any, ...] | None:
     reduce = _NAMED.get(type(value))
     if reduce is not None:
         return None if _is_at_its_name(value) else reduce(value)
-    if isinstance(value, types.FunctionType) and of_torch.is_compiled_function(value):
-        return _reduce_compiled(value)
+    if isinstance(value, types.FunctionType) and of_torch.original_function(value) is not None:
+        closure = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        # It holds torch's context, which compiles the function again.
+        if "self" in closure:
+            return closure["self"].cell_contents, (of_torch.original_function(value),)
     return None
 
 
@@ -170,18 +173,6 @@ def _is_at_its_name(value: Any) -> bool:
         return attrgetter(name)(module) is value
     except AttributeError:
         return False
-
-
-def _reduce_compiled(function: types.FunctionType) -> tuple[Any, ...] | None:
-    """Return the reduce tuple of a function under ``torch.compile``.
-
-    None if the function's closure does not hold torch's context, which is needed to compile it
-    again.
-    """
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    if "self" not in cells:
-        return None
-    return cells["self"].cell_contents, (of_torch.original_function(function),)
 
 
 # Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all

@@ -323,28 +323,6 @@ class Channel:
             )
         yield message, [self._incoming_fds.popleft() for _ in range(num_fds)]
 
-    def save(self, stream: int, fd: int) -> None:
-        """Ask the peer for the file that it offers as ``stream``, and write its bytes to ``fd``.
-
-        Only a :class:`FramedChannel` receives files; here this always raises.
-
-        Args:
-            fd: descriptor to write to; the channel closes it, also on an error.
-
-        Raises:
-            ProtocolError: the peer offers no file of that number, or it is being saved already.
-        """
-        os.close(fd)
-        raise ProtocolError(f"no file comes as stream {stream}")
-
-    def num_received(self, stream: int) -> int | None:
-        """Return how many bytes of a file were received; None if it is complete or unknown.
-
-        Here this is always None, since only a :class:`FramedChannel` receives files.
-        """
-        del stream
-        return None
-
     # ---- end -------------------------------------------------------------------------------
 
     def close(self) -> None:

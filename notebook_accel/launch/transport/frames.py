@@ -193,14 +193,23 @@ class FramedChannel(Channel):
         return messages
 
     def save(self, stream: int, fd: int) -> None:
+        """Ask the peer for the file that it offers as ``stream``, and write its bytes to ``fd``.
+
+        Args:
+            fd: descriptor to write to; the channel closes it, also on an error.
+
+        Raises:
+            ProtocolError: the peer offers no file of that number, or it is being saved already.
+        """
         coming = self._coming.get(stream)
         if coming is None or coming.fd is not None:
-            super().save(stream, fd)
-            return
+            os.close(fd)
+            raise ProtocolError(f"no file comes as stream {stream}")
         coming.fd = fd
         self._queue(self._encode(wire.Credit(stream=stream, size=_WINDOW_BYTES)))
 
     def num_received(self, stream: int) -> int | None:
+        """Return how many bytes of a file were received; None if it is complete or unknown."""
         coming = self._coming.get(stream)
         return None if coming is None else coming.received
 
