@@ -92,37 +92,6 @@ def test_training_gives_the_numbers_of_the_cpu(fused):
     assert there == pytest.approx(train(model(), batches(), optimizer), abs=1e-6)
 
 
-def test_a_transformer_with_attention_and_embedding():
-    def run(device):
-        torch.manual_seed(2)
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True).to(device)
-        table = nn.Embedding(10, 16).to(device)
-        x = torch.arange(20).reshape(2, 10).remainder(10).to(device)
-        loss = layer(table(x)).square().mean()
-        loss.backward()
-        return loss.item(), table.weight.grad.sum().item()
-
-    assert run("sim") == pytest.approx(run("cpu"), rel=1e-4, abs=1e-5)
-
-
-def test_convolution_and_batch_norm():
-    def run(device):
-        torch.manual_seed(2)
-        net = nn.Sequential(
-            nn.Conv2d(1, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(36, 2),
-        ).to(device)
-        loss = net(torch.ones(3, 1, 8, 8).cumsum(3).to(device)).square().mean()
-        loss.backward()
-        return loss.item(), net[0].weight.grad.norm().item()
-
-    assert run("sim") == pytest.approx(run("cpu"), rel=1e-4, abs=1e-5)
-
-
 def test_mixed_devices_and_wrong_shapes_raise_at_the_call():
     one = torch.ones(2, 3, device="sim:0")
     for other in (torch.ones(2, 3), torch.ones(2, 3, device="sim:1")):
@@ -205,19 +174,6 @@ def test_asking_for_devices_makes_no_context(tmp_path):
     assert not log.exists()
 
 
-def test_autocast_and_grad_scaler():
-    net = model().to("sim")
-    scaler = torch.amp.GradScaler("sim")
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with torch.autocast("sim", dtype=torch.float16):
-        out = net(torch.randn(4, 8, device="sim"))
-        assert out.dtype is torch.float16
-    scaler.scale(out.float().sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() > 0
-
-
 def test_pinned_memory_and_asynchronous_copies():
     pinned = torch.arange(8.0).pin_memory()
     assert pinned.is_pinned()
@@ -228,38 +184,6 @@ def test_pinned_memory_and_asynchronous_copies():
     assert torch.equal(back, pinned)
     loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, pin_memory=True)
     assert next(iter(loader)).is_pinned()
-
-
-def test_ddp_on_two_ranks_equals_one_process():
-    code = """
-    device = begin()
-    net = nn.parallel.DistributedDataParallel(model().to(device), device_ids=[device])
-    data = [(x[rank::2].to(device), y[rank::2].to(device)) for x, y in batches()]
-    losses = torch.tensor(train(net, data), device=device)
-    dist.all_reduce(losses, op=dist.ReduceOp.AVG)
-    print(losses.tolist())
-    dist.destroy_process_group()
-    """
-    outs = ended_well(script(code))
-    assert eval(outs[0].splitlines()[-1]) == pytest.approx(train(model(), batches()), abs=1e-5)
-
-
-def test_fsdp2_on_two_ranks_equals_one_process():
-    code = """
-    from torch.distributed.fsdp import fully_shard
-    device = begin()
-    net = model().to(device)
-    for layer in net:
-        fully_shard(layer)
-    fully_shard(net)
-    data = [(x[rank::2].to(device), y[rank::2].to(device)) for x, y in batches()]
-    losses = torch.tensor(train(net, data), device=device)
-    dist.all_reduce(losses, op=dist.ReduceOp.AVG)
-    print(losses.tolist())
-    dist.destroy_process_group()
-    """
-    outs = ended_well(script(code))
-    assert eval(outs[0].splitlines()[-1]) == pytest.approx(train(model(), batches()), abs=1e-5)
 
 
 def test_each_collective():

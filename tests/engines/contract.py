@@ -335,34 +335,6 @@ class EngineContract:
         assert run.status == "failed"
         assert run.results == [None] * self.world_size
 
-    def test_all_ranks_raise_alike(self) -> None:
-        def train(marker: str) -> None:
-            Path(marker).touch()
-            raise ValueError("alike")
-
-        error, seconds = self.fails(train, n=3)
-        assert error.ranks == [0, 1, 2]
-        # Whichever was first tells of the two others.
-        assert re.search(r"ranks \d( and |-)\d failed in the same way", str(error))
-        assert str(error).count("Traceback") == 1
-        assert seconds < SOON
-
-    def test_key_error_while_the_others_sit_in_a_collective(self) -> None:
-        def train(marker: str) -> None:
-            import torch
-            import torch.distributed as dist
-
-            _join_group()
-            if current().rank == 0:
-                Path(marker).touch()
-                raise KeyError("missing")
-            dist.all_reduce(torch.ones(1))
-
-        error, seconds = self.fails(train)
-        assert (error.rank, error.ranks) == (0, [0])
-        assert isinstance(error.__cause__, KeyError)
-        assert seconds < SOON
-
     def test_a_rank_that_waits_for_one_that_has_returned(self) -> None:
         def train(marker: str) -> None:
             import torch.distributed as dist
@@ -687,16 +659,6 @@ class EngineContract:
         with pytest.raises(RunStopped):
             run.wait(BUSY)
 
-    def test_kill(self) -> None:
-        def train() -> None:
-            _ignore(signal.SIGINT, signal.SIGTERM)
-            time.sleep(600)
-
-        run = self.running(train)
-        run.kill()
-        with pytest.raises(RunStopped):
-            run.wait(BUSY)
-
     def test_the_time_out_ends_the_run(self) -> None:
         def train() -> None:
             if _is_last():
@@ -955,26 +917,6 @@ class EngineContract:
             assert isinstance(caught.value.__cause__, ValueError)
             assert session.status == "ready"
             assert call(session, meet, ("go",), view=View()).results == sums
-
-    def test_plain_groups_after_a_call_that_failed(self, session: Session) -> None:
-        def meet(raises: bool) -> float:
-            import torch
-            import torch.distributed as dist
-
-            if not dist.is_initialized():
-                dist.init_process_group("gloo")
-            if raises and dist.get_rank() == 0:
-                raise KeyError("rank 0, whose store the others use")
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            return float(total)
-
-        size = self.world_size
-        assert call(session, meet, (False,), view=View()).results == [size] * size
-        with pytest.raises(WorkerError) as caught:
-            call(session, meet, (True,), view=View())
-        assert caught.value.ranks == [0]
-        assert call(session, meet, (False,), view=View()).results == [size] * size
 
     @pytest.mark.parametrize(
         "where",

@@ -616,7 +616,7 @@ def test_strangers_cannot_fill_the_open_files_of_the_notebook() -> None:
     assert len(held) == machines._MAX_UNPROVED + 8
 
 
-@pytest.mark.parametrize("how", ["environment", "option"])
+@pytest.mark.parametrize("how", ["environment", pytest.param("option", marks=pytest.mark.long)])
 def test_other_users_cannot_read_the_token_and_the_cell_names_who_joined(
     how: str, other: OtherMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def train(lr, folder, slow=False, size=8):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_original_first", [False, True])
+@pytest.mark.parametrize("is_original_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
     tmp_path: Path, *, is_original_first: bool
 ) -> None:

@@ -258,7 +258,7 @@ def test_a_managers_proxies_reach_it_from_the_ranks(book: Notebook) -> None:
     """)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_processes_that_a_rank_spawns_find_what_cells_define(book: Notebook, method: str) -> None:
     book.run(f"""
         import multiprocessing

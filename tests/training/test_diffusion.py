@@ -1,4 +1,4 @@
-"""Scripts in which rank 0 alone saves, with only the import changed: save, resume, equal losses."""
+"""Rank 0 alone saves in a script of which only the import is changed: resumed, its losses equal."""
 
 from __future__ import annotations
 
@@ -50,25 +50,17 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
-CASES = {
-    "text_to_image": (by_launcher, "--max_train_steps", ["checkpoint-8"]),
-    "unconditional": (by_command_line, "--stop_after", ["checkpoint-4", "checkpoint-8"]),
-}
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CASES)
-def test_rank_0_alone_saves_and_all_resume(name: str, tmp_path: Path) -> None:
-    resume, steps, checkpoints = CASES[name]
-    path = changed(name, tmp_path)
+def test_rank_0_alone_saves_and_all_resume(tmp_path: Path) -> None:
+    path = changed("text_to_image", tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    by_launcher(path, "--output_dir", str(whole), steps, str(STEPS))
-    by_launcher(path, "--output_dir", str(parts), steps, "5")
+    by_launcher(path, "--output_dir", str(whole), "--max_train_steps", str(STEPS))
+    by_launcher(path, "--output_dir", str(parts), "--max_train_steps", "5")
     first = results(parts)
     newest = ("--resume_from_checkpoint", "latest")
-    resume(path, "--output_dir", str(parts), steps, str(STEPS), *newest)
+    by_command_line(path, "--output_dir", str(parts), "--max_train_steps", str(STEPS), *newest)
     for rank, (expected, rest) in enumerate(zip(results(whole), results(parts), strict=True)):
         assert list(rest["losses"]) == ["5", "6", "7", "8"], "it went on after step 4"
         assert expected == {**rest, "losses": {**first[rank]["losses"], **rest["losses"]}}
     found = sorted(name for name in os.listdir(parts) if name.startswith(("checkpoint", ".")))
-    assert found == checkpoints
+    assert found == ["checkpoint-8"]

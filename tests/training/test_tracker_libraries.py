@@ -94,6 +94,7 @@ def run_mlflow(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_mlflow_writes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     (found,) = run_ranks(in_environment, 1, "run_mlflow", str(tmp_path), {

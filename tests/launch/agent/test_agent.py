@@ -77,22 +77,6 @@ def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call
     agent.wait_for(wire.Returned)
 
 
-def test_a_second_call_finds_what_the_first_left(agent: AgentByHand) -> None:
-    def leave() -> None:
-        os.environ["LEFT"] = "here"
-
-    def find() -> None:
-        assert os.environ["LEFT"] == "here"
-
-    agent.launch(2)
-    agent.call(leave)
-    agent.all_of(wire.Returned, 2)
-    agent.call(find)
-    assert [message.call for message in agent.all_of(wire.Returned, 4)] == [1, 1, 2, 2]
-    agent.say(wire.Shutdown)
-    assert [message.exitcode for message in agent.all_of(wire.RankEnded, 2)] == [0, 0]
-
-
 def test_ranks_go_with_the_kernels_end_of_the_channel(agent: AgentByHand) -> None:
     pids = agent.launch(2).pids
     agent.call(sleeps)
@@ -115,14 +99,6 @@ def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes() -> None:
         eventually(lambda: not folder.exists(), within=SECONDS, what="the folder is gone")
     finally:
         agent.close()
-
-
-def test_ranks_die_with_their_agent(agent: AgentByHand) -> None:
-    pids = agent.launch(2).pids
-    agent.call(sleeps)
-    agent.all_of(wire.CallStarted, 2)
-    os.kill(agent.pid, signal.SIGKILL)
-    eventually(lambda: gone(pids.values()), within=30, what="the ranks died")
 
 
 def test_output_comes_before_the_end_of_its_call(agent: AgentByHand) -> None:
@@ -169,21 +145,6 @@ def test_a_message_about_an_old_call_does_nothing(agent: AgentByHand) -> None:
     assert agent.wait_for(wire.Returned, 2).call == 2
 
 
-def test_a_rank_cannot_speak_for_another(agent: AgentByHand) -> None:
-    def pretend() -> None:
-        from notebook_accel.rank import this_rank
-
-        context: Any = this_rank.current()
-        context.send(wire.Notice(call=context.call, rank=1, text="I am rank 1"))
-        context.send(wire.RankEnded(rank=1, exitcode=0))
-
-    agent.launch(2)
-    agent.call(lambda: pretend() if os.environ["RANK"] == "0" else None)
-    agent.all_of(wire.Returned, 2)
-    assert [m.rank for m in agent.heard if isinstance(m, wire.Notice)] == [0]
-    assert not any(isinstance(message, wire.RankEnded) for message in agent.heard)
-
-
 # ---- an end that somebody asks for ---------------------------------------------------------------
 
 
@@ -198,24 +159,6 @@ def test_an_interrupt_ends_the_call_and_no_rank(agent: AgentByHand) -> None:
     }
     agent.call(lambda: None)
     assert {end.process for end in agent.all_of(wire.Returned, 2)} == set(pids.values())
-
-
-def test_what_follows_an_interrupt_that_is_ignored(agent: AgentByHand) -> None:
-    def ignore() -> None:
-        while True:
-            try:
-                print("ready", flush=True)
-                time.sleep(600)
-            except KeyboardInterrupt:
-                pass
-
-    agent.launch(1)
-    agent.call(ignore, grace=0.1, last=True)
-    agent.wait_for(wire.Output)
-    agent.say(wire.Interrupt)
-    end = agent.wait_for(wire.RankEnded)
-    assert (end.signal, end.ended_by_agent) == (signal.SIGTERM, True)
-    assert [m.text for m in agent.heard if isinstance(m, wire.Output)] == ["ready\n", "ready\n"]
 
 
 def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent: AgentByHand) -> None:
@@ -292,19 +235,6 @@ def test_a_failure_elsewhere_ends_the_call_here(agent: AgentByHand) -> None:
     agent.all_of(wire.CallStarted, 2)
     agent.say(wire.RankFailed)
     assert failures(agent, 2) == {0: "ended by us", 1: "ended by us"}
-
-
-def test_the_death_of_a_rank_ends_the_call(agent: AgentByHand) -> None:
-    def die() -> None:
-        if os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        sleeps()
-
-    agent.launch(2)
-    agent.call(die, last=True)
-    ends = {end.rank: end for end in agent.all_of(wire.RankEnded, 2)}
-    assert (ends[0].signal, ends[0].ended_by_agent) == (signal.SIGKILL, False)
-    assert (ends[1].signal, ends[1].ended_by_agent) == (signal.SIGTERM, True)
 
 
 def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent: AgentByHand) -> None:

@@ -137,18 +137,6 @@ def test_a_result_that_cannot_be_made_here_says_why_and_not_that_there_is_none(
     assert handle.results == [None, None]
 
 
-def test_a_call_that_fails(run: PlayedRun) -> None:
-    (agent,) = run.agents
-    call = run.begin_call()
-    agent.tell(wire.Raised, rank=1, **raised())
-    agent.tell(wire.Raised, rank=0, **raised(kind="interrupted", ended_by_agent=True))
-    assert call.ended.wait(SECONDS)
-    failure = call.state.failure
-    assert failure is not None
-    assert (failure.rank, failure.ranks, call.state.status) == (1, (1,), "failed")
-    assert call.state.error == failure.message
-
-
 def test_the_error_names_its_own_run_whatever_was_launched_since(
     run: PlayedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,19 +158,6 @@ def test_the_error_names_its_own_run_whatever_was_launched_since(
     run_list._known[:] = [known for known in run_list._known if known.id != newer.id]
     with pytest.raises(WorkerError, match=r"notebook_accel\.last_run\(\)\.logs\(0\)$"):
         older.wait()
-
-
-def test_metrics_are_kept_and_the_last_is_shown(run: PlayedRun) -> None:
-    (agent,) = run.agents
-    call = run.begin_call()
-    metrics = call.metrics
-    for step in range(3):
-        metric = wire.Metric(rank=0, values={"loss": 1.0 - step}, step=step)
-        agent.tell(wire.Metrics, metrics=(metric,))
-    agent.return_all()
-    assert call.ended.wait(SECONDS)
-    assert [row["value"] for row in metrics.read()] == [1.0, 0.0, -1.0]
-    assert call.state.ranks[0].metrics["loss"] == (2, -1.0)
 
 
 def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run: PlayedRun) -> None:

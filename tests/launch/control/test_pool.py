@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,17 +48,6 @@ def begin_on_both(run: PlayedRun) -> None:
 # ---- calls -------------------------------------------------------------------------------------
 
 
-def test_one_call_at_a_time(one: PlayedRun) -> None:
-    (agent,) = one.agents
-    call = one.begin_call()
-    with pytest.raises(LaunchError, match="still in a call"):
-        one.begin_call()
-    agent.next()
-    agent.return_all()
-    assert call.ended.wait(SECONDS)
-    one.begin_call()
-
-
 def test_a_call_that_failed_costs_the_process_group(one: PlayedRun) -> None:
     (agent,) = one.agents
     call = one.begin_call()
@@ -87,16 +75,6 @@ def test_what_comes_late_for_an_old_call_is_dropped(one: PlayedRun) -> None:
     agent.tell(wire.CallStarted, call=2, rank=1)
     eventually(lambda: again.state.ranks[1].status == "running", within=SECONDS, what="it came")
     assert not again.state.ranks[0].has_ended
-
-
-def test_no_call_after_a_rank_has_died(one: PlayedRun) -> None:
-    (agent,) = one.agents
-    agent.tell(wire.RankEnded, call=0, rank=1, signal=9)
-    eventually(
-        lambda: one.pool.processes[1].status == "ended", within=SECONDS, what="the pool heard"
-    )
-    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL"):
-        one.begin_call()
 
 
 def test_no_call_after_leave(one: PlayedRun) -> None:
@@ -127,18 +105,6 @@ def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(
 
 
 # ---- an agent that is lost -----------------------------------------------------------------------
-
-
-def test_a_lost_agent_fails_the_call(one: PlayedRun) -> None:
-    (agent,) = one.agents
-    call = one.begin_call()
-    agent.channel.close()
-    assert call.ended.wait(SECONDS)
-    failure = call.state.failure
-    assert failure is not None
-    assert "was killed by SIGKILL" in failure.message
-    assert agent.killed.is_set()
-    assert one.pool.ended.wait(SECONDS)
 
 
 def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(
@@ -264,18 +230,6 @@ def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
 # ---- an agent that does not answer ---------------------------------------------------------------
 
 
-def test_an_agent_that_does_not_kill_is_killed(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "_DEAF_SECONDS", 0.3)
-    call = one.begin_call()
-    asked = time.monotonic()
-    one.pool.kill(call=1)
-    assert one.agents[0].killed.wait(SECONDS)
-    assert time.monotonic() - asked >= 0.3, "it had its time"
-    assert call.ended.wait(SECONDS)
-
-
 def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(
     one: PlayedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +272,3 @@ def test_an_agent_that_reads_nothing_does_not_hold_up_the_caller(two: PlayedRun)
         two.pool.send(wire.Interrupt(run="r", call=1))
     # The first has not read one byte; the second is served all the same.
     assert [type(two.agents[1].next()) for _ in range(5000)] == [wire.Interrupt] * 5000
-
-
-# ---- stacks ------------------------------------------------------------------------------------
