@@ -335,9 +335,9 @@ def seen(number: int, values: Sequence[float], **arguments: object) -> Seen:
         started=0.0, now=lambda: 90.0, ended=None, has_ended=False, failure=None
     )
     run: Any = SimpleNamespace(state=state, status="running")
-    trial = Seen(number=number, chosen=TrialChoice(arguments, {}), run=run, asked=None)
+    trial = Seen(number=number, chosen=TrialChoice(arguments, {}), run=run, asked=None, mode="min")
     for step, value in enumerate(values):
-        trial._add(value, step, "min")
+        trial._add(value, step)
     return trial
 
 

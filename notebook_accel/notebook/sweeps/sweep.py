@@ -101,8 +101,6 @@ class Sweep:
         self._metric, self._mode, self._rounds = asked["metric"], asked["mode"], asked["rounds"]
         self._max_failures = asked["max_failures"]
         self._trials: list[Trial] = []
-        self._running: list[Trial] = []
-        self._paused: list[Trial] = []
         self._said = ""
         self._failures: dict[tuple[Any, ...], list[BaseException]] = {}
         self._error: BaseException | None = None
@@ -257,6 +255,14 @@ class Sweep:
     def __repr__(self) -> str:
         return f"<Sweep of {self._title()}>"
 
+    @property
+    def _running(self) -> list[Trial]:
+        return [one for one in [*self._trials] if not (one.is_paused or one.is_over)]
+
+    @property
+    def _paused(self) -> list[Trial]:
+        return [one for one in [*self._trials] if one.is_paused]
+
     # ---- in the sweep's thread -------------------------------------------------------------
 
     def _conduct(self) -> None:
@@ -272,11 +278,9 @@ class Sweep:
             for trial in [*self._running, *self._paused]:
                 trial.asked = None  # it may be Optuna that has failed
         try:
-            self._running += self._paused
-            self._paused = []
-            for trial in self._running:
+            for trial in [*self._running, *self._paused]:
                 trial.end()
-            while self._running:
+            while self._running or self._paused:
                 self._wait_for_an_end()
                 self._look()
             if self._error is None and self._is_fruitless() and not self._stop_asked.is_set():
@@ -289,8 +293,8 @@ class Sweep:
 
     def _wait_for_an_end(self) -> None:
         """Wait until a trial has ended, or the next look is due."""
-        due = time.monotonic() + _LOOK_SECONDS
-        while time.monotonic() < due and not any(trial.has_ended for trial in self._running):
+        due, running = time.monotonic() + _LOOK_SECONDS, self._running
+        while time.monotonic() < due and not any(trial.has_ended for trial in running):
             time.sleep(_POLL_SECONDS)
 
     def _start_trials(self) -> None:
@@ -298,19 +302,17 @@ class Sweep:
             waiting = sorted(self._paused, key=lambda one: (not one.is_next, one.turns, one.number))
             first = waiting[0] if waiting else None
             with run_list.choosing:
-                trial = None
                 if self._arguments.has_more and (first is None or self._can_begin(first)):
-                    trial = self._begin()
+                    one_more = self._begin()
                 else:
-                    trial = self._go_on(waiting)
-            if trial is None:  # all have begun, or the devices are another run's meanwhile
+                    one_more = self._go_on(waiting)
+            if not one_more:  # all have begun, or the devices are another run's meanwhile
                 return
-            self._running.append(trial)
 
-    def _begin(self) -> Trial | None:
+    def _begin(self) -> bool:
         devices = self._leases.take()
         if devices is None:
-            return None
+            return False
         chosen, asked = self._arguments.ask()
         number, run_id = len(self._trials), new_run_id()
         if self._folder.has_call:
@@ -323,9 +325,10 @@ class Sweep:
         of_clone = {"knobs": chosen.knobs, "origin": chosen.origin}
         trial_to_launch.set({"run_id": run_id, "trial": of_sweep, **of_clone})
         run = self._launch(chosen, devices)
-        trial = Trial(number=number, chosen=chosen, run=run, asked=asked, rounds=self._rounds)
+        trial = Trial(number=number, chosen=chosen, run=run, asked=asked, mode=self._mode)
+        trial.rounds = self._rounds
         self._trials.append(trial)
-        return trial
+        return True
 
     def _take_up(self, record: TrialRecord) -> None:
         """Follow a trial that another kernel began: it goes on, or has ended."""
@@ -336,10 +339,10 @@ class Sweep:
         except NotebookAccelError as error:
             self._said = f"a trial is left out: {one_line(str(error), 200)}"
             return
-        trial = Trial(number=len(self._trials), chosen=record.chosen, run=run, asked=asked)
+        number = len(self._trials)
+        trial = Trial(number=number, chosen=record.chosen, run=run, asked=asked, mode=self._mode)
         trial.last_step, trial.pruned = step, pruned
         self._trials.append(trial)
-        self._running.append(trial)
 
     def _can_begin(self, first: Trial) -> bool:
         """Return whether a further trial begins before ``first``, which is paused, goes on."""
@@ -351,19 +354,18 @@ class Sweep:
             )
         return has_room and not first.is_next
 
-    def _go_on(self, waiting: Sequence[Trial]) -> Trial | None:
+    def _go_on(self, waiting: Sequence[Trial]) -> bool:
         """Let the first paused trial go on whose devices are free, or end it if it is pruned."""
         for trial in waiting:
             if self._leases.take(trial.run.state.devices) is not None:
-                self._paused.remove(trial)
-                trial.is_next = False
+                trial.is_paused = trial.is_next = False
                 if self._arguments.should_prune(trial, after_turn=True):
                     self._prune(trial)
                 else:
                     # One that ends meanwhile may never answer.
                     wait([call_of(trial.run).go_on()], _GO_ON_SECONDS)
-                return trial
-        return None
+                return True
+        return False
 
     def _prune(self, trial: Trial) -> None:
         trial.pruned = True
@@ -375,8 +377,7 @@ class Sweep:
         if pausing is not None and pausing.done():
             trial.pausing = None
             if pausing.exception() is None:
-                self._running.remove(trial)
-                self._paused.append(trial)
+                trial.is_paused = True
             elif not trial.has_ended:
                 trial.turns = self._rounds
                 why = one_line(str(pausing.exception()), 200)
@@ -390,21 +391,18 @@ class Sweep:
 
     def _look(self) -> None:
         """Read what the running trials have logged, and take leave of those that have ended."""
-        for trial in [*self._running]:
+        for trial in [*self._running, *(one for one in self._paused if one.has_ended)]:
             # Asked before what it logged is read: nothing comes after.
             has_ended = trial.has_ended
-            reports = trial.read(self._metric, self._mode)
+            reports = trial.read(self._metric)
             decided = [self._arguments.should_prune(trial) for _ in reports]
             if any(decided) and not has_ended:
                 self._prune(trial)
             if has_ended:
-                self._running.remove(trial)
+                trial.is_paused, trial.is_over = False, True
                 self._take_leave(trial)
             else:
                 self._follow_turn(trial)
-        for trial in [each for each in self._paused if each.has_ended]:
-            self._paused.remove(trial)
-            self._take_leave(trial)
         self._guard(self._draw, False)
 
     def _take_leave(self, trial: Trial) -> None:
@@ -446,14 +444,15 @@ class Sweep:
     # ---- what is shown ---------------------------------------------------------------------
 
     def _title(self) -> str:
-        ended = len(self._trials) - len(self._running) - len(self._paused)
+        num_running, num_paused = len(self._running), len(self._paused)
+        ended = len(self._trials) - num_running - num_paused
         parts = [f"{ended} of {self._arguments.num_trials} trials ended"]
-        parts += [f"{len(self._running)} running"] if self._running else []
-        parts += [f"{len(self._paused)} paused"] if self._paused else []
+        parts += [f"{num_running} running"] if num_running else []
+        parts += [f"{num_paused} paused"] if num_paused else []
         failed = sum(trial.run.status == "failed" for trial in self._trials)
         parts += [f"{failed} failed"] if failed else []
         # While trials go on, the one in colour, which stands first.
-        best = self._best_trial(so_far=bool(self._running or self._paused))
+        best = self._best_trial(so_far=bool(num_running or num_paused))
         if best is not None and best.newest is not None:
             parts.append(f"best {self._metric} {wording.number(best.newest)} (trial {best.number})")
         return f"{self._name}: {', '.join(parts)}"
@@ -509,7 +508,7 @@ class Sweep:
         try:
             self._ended.wait()
         except KeyboardInterrupt:
-            for trial in [*self._running]:
+            for trial in self._running:
                 trial.end(at_once=True)
             self._ended.wait()
 

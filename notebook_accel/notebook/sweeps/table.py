@@ -11,7 +11,7 @@ from notebook_accel.launch.control.plotting import Point
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed
-from notebook_accel.notebook.comparison import best_first
+from notebook_accel.notebook.comparison import best_first, best_of
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.charts import saved_chart, sparkline
 from notebook_accel.render.markup import (
@@ -56,7 +56,7 @@ def rows(trials: Sequence[Trial], metric: str | None) -> list[list[str]]:
 
 
 def _row(trial: Trial, names: Sequence[str]) -> list[str]:
-    state = trial.run.state
+    state, best = trial.run.state, best_of(trial.curve, trial.mode)
     chosen = {
         name: one_line(wording.arguments([value], {}), _MAX_CELL)
         for name, value in trial.settings.items()
@@ -66,7 +66,7 @@ def _row(trial: Trial, names: Sequence[str]) -> list[str]:
         f"{SIGNS.get(trial.status, '■' if trial.status == 'pruned' else '●')} {trial.status}",
         *(chosen.get(name, "") for name in names),
         "" if trial.newest is None else wording.number(trial.newest),
-        "" if trial.best is None else wording.number(trial.best),
+        "" if best is None else wording.number(best),
         sparkline(trial.curve.points()),
         wording.span(elapsed(state, state.now())),
         one_line(trial.last_line_of_error(), _MAX_ERROR),

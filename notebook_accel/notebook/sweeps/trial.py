@@ -33,12 +33,14 @@ class Trial:
         chosen: what the sweep, or a person, chose for it.
         run: its run.
         asked: Optuna's trial; None without a study.
-        newest, best: the last and the best value that it logged; None before the first.
+        mode: whether low or high values are good, "min" or "max".
+        newest: the last value that it logged; None before the first.
         pruned: whether the pruner has ended it.
         rounds: its turns, of which the last one lasts until its end.
         turns: those that are over.
         pausing: done once it is paused, or could not be.
         last_step: that of the value that was reported last.
+        is_paused, is_over: whether it waits for its next turn, or has ended and is counted.
         is_next: whether it goes on before all others, once it is paused.
         logged: the names of all that it logged.
         curve: the values that it logged.
@@ -48,12 +50,14 @@ class Trial:
     chosen: TrialChoice
     run: Run
     asked: Any
+    mode: str
     newest: float | None = None
-    best: float | None = None
     pruned: bool = False
     rounds: int = 1
     turns: int = 0
     pausing: Future[None] | None = None
+    is_paused: bool = False
+    is_over: bool = False
     is_next: bool = False
     logged: dict[str, None] = field(default_factory=dict)
     curve: Curve = field(default_factory=lambda: Curve(_STRETCHES))
@@ -87,22 +91,19 @@ class Trial:
     def has_value(self) -> bool:
         return self.newest is not None and math.isfinite(self.newest)
 
-    def read(self, metric: str | None, mode: str) -> Iterator[None]:
+    def read(self, metric: str | None) -> Iterator[None]:
         """Read what the trial has logged since; yield after each value that Optuna was told of."""
         call_of(self.run).metrics.flush()
         for row in self._tail.read_new():
             self.logged[row["name"]] = None
-            if row["name"] == metric and self._add(row["value"], row["step"], mode):
+            if row["name"] == metric and self._add(row["value"], row["step"]):
                 yield
 
-    def _add(self, value: float, step: int | None, mode: str) -> bool:
+    def _add(self, value: float, step: int | None) -> bool:
         """Note a value; return whether it was reported to Optuna."""
         self._new_since = self._new_since or time.monotonic()
         self.newest = value
         self.curve.add(step, value)
-        is_better = self.best is None or (value < self.best if mode == "min" else value > self.best)
-        if math.isfinite(value) and is_better:
-            self.best = value
         # Optuna takes a step once; in many loops the steps begin anew with each epoch.
         step = self.last_step + 1 if step is None else max(step, self.last_step + 1)
         is_full = self._num_reports >= _MAX_REPORTS
