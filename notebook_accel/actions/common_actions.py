@@ -140,7 +140,12 @@ class CommonActions:
                 self._stop_answers = {}
                 self._send(wire.ActAt, number=STOP, point=point)
             if self._pause and agents <= self._back:
-                self._end_pause()
+                self._pause = 0
+                self._on_pause(False)
+                over, self._pause_over = self._pause_over, None
+                if over is not None:
+                    _end(over)
+                self._ask_first()
             if self._line and self._line[0].number and agents:
                 self._follow(self._line[0], agents)
 
@@ -214,14 +219,6 @@ class CommonActions:
     def _finish_first(self, error: Exception | None) -> None:
         done = self._line.pop(0).done
         _end(done, error)
-        self._ask_first()
-
-    def _end_pause(self) -> None:
-        self._pause = 0
-        self._on_pause(False)
-        over, self._pause_over = self._pause_over, None
-        if over is not None:
-            _end(over)
         self._ask_first()
 
 

@@ -80,29 +80,24 @@ class DisplaySlot:
             shell.events.register("post_run_cell", after_cell)
 
     def send_again(self) -> None:
+        publisher = _publisher()
         with self._lock:
             replace = partial(update_display, dict(self.bundle), raw=True, display_id=self._id)
             # nbclient drops what belongs to a cell that has ended. In a context of its own the
             # message belongs to the cell that runs now, whatever cell started the thread.
             try:
+                newest = contextvars.Context().run(getattr, publisher, "parent_header", {})
                 contextvars.Context().run(replace)
             except LookupError:
                 # ipykernel 7.0 knows no cell but that of the context.
+                newest = self._cell
                 replace()
-            self._send_as_answer_to_cell()
-
-    def _send_as_answer_to_cell(self) -> None:
-        """Answer the slot's cell: VS Code draws nothing that answers its own hidden requests."""
-        publisher = _publisher()
-        try:
-            newest = contextvars.Context().run(getattr, publisher, "parent_header", {})
-        except LookupError:
-            newest = self._cell
-        if self._cell.get("msg_id") != newest.get("msg_id"):
-            place = {"metadata": {}, "transient": {"display_id": self._id}}
-            content = {"data": dict(self.bundle), **place}
-            sent = publisher.pub_socket, "update_display_data", content
-            publisher.session.send(*sent, parent=self._cell, ident=publisher.topic)
+            # VS Code draws nothing that answers its own hidden requests.
+            if self._cell.get("msg_id") != newest.get("msg_id"):
+                place = {"metadata": {}, "transient": {"display_id": self._id}}
+                content = {"data": dict(self.bundle), **place}
+                sent = publisher.pub_socket, "update_display_data", content
+                publisher.session.send(*sent, parent=self._cell, ident=publisher.topic)
 
 
 class WidgetSlot(DisplaySlot):

@@ -90,7 +90,10 @@ class MetricsView:
     def draw(self, curves: LiveCurves, *, now: float) -> None:
         """Draw at once after a click, else at most once a second; ``now`` is monotonic."""
         is_log, smoothing = self._scale.value, self._smoothing.value
-        steps = _steps_in(self._steps.value)
+        typed = re.findall(r"(?<!\d)-?\d+", self._steps.value.replace(",", ""))
+        numbers = [float(number) for number in typed]
+        # None for all steps, and for what is no range.
+        steps = (min(numbers), max(numbers)) if len(numbers) == 2 else None
         if steps != self._steps_read:
             self._steps_read, self._detail = steps, self._read(steps)
         chosen = (self._group.value, self._page, is_log, smoothing, steps)
@@ -160,7 +163,12 @@ class MetricsView:
         return {name: thin_out(_between(each, steps), _MAX_POINTS) for name, each in points.items()}
 
     def _offer(self, names: list[str]) -> None:
-        self._groups = groups_of(names)
+        # By the prefix before the first slash; the key "" has all names.
+        self._groups = {"": names}
+        for name in names:
+            prefix, slash, _ = name.partition("/")
+            if slash and prefix:
+                self._groups.setdefault(prefix, []).append(name)
         options = [
             (f"{name_of(prefix)}/ ({len(found)})" if prefix else f"all ({len(found)})", prefix)
             for prefix, found in self._groups.items()
@@ -180,19 +188,3 @@ def _between(points: Sequence[Point], steps: tuple[float, float] | None) -> Sequ
     if steps is None:
         return points
     return [point for point in points if steps[0] <= point[0] <= steps[1]]
-
-
-def _steps_in(text: str) -> tuple[float, float] | None:
-    """Return the two steps that a person typed or clicked; None for all, or what is no range."""
-    numbers = [float(found) for found in re.findall(r"(?<!\d)-?\d+", text.replace(",", ""))]
-    return (min(numbers), max(numbers)) if len(numbers) == 2 else None
-
-
-def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group by the prefix before the first slash; the key "" has all names."""
-    groups: dict[str, list[str]] = {"": list(names)}
-    for name in names:
-        prefix, slash, _ = name.partition("/")
-        if slash and prefix:
-            groups.setdefault(prefix, []).append(name)
-    return groups

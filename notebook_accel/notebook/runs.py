@@ -54,13 +54,6 @@ class _Title(NamedTuple):
     colour: str = ""
 
 
-class _Group(NamedTuple):
-    """(label, run) pairs: of a run alone, or of the trials of a sweep."""
-
-    is_sweep: bool
-    runs: list[tuple[str, Run]]
-
-
 class RunTable(list[T]):
     """A list, of runs or of axes, that a notebook shows as a table of runs in their present state.
 
@@ -86,14 +79,16 @@ class RunTable(list[T]):
         self._sort = sort
         self._mode = mode
 
-    def _groups(self) -> list[_Group]:
+    def _groups(self) -> list[list[tuple[str, Run]]]:
         """Return the runs, those of a sweep together, where the first of them stands."""
-        groups: dict[str, _Group] = {}
+        groups: dict[str, list[tuple[str, Run]]] = {}
         for label, run in self._runs:
             trial = run.state.trial if self._folds_sweeps else None
-            group = groups.setdefault(trial.sweep if trial else run.id, _Group(bool(trial), []))
-            group.runs.append((label, run))
+            groups.setdefault(trial.sweep if trial else run.id, []).append((label, run))
         return [*groups.values()]
+
+    def _is_sweep(self, group: Sequence[tuple[str, Run]]) -> bool:
+        return self._folds_sweeps and group[0][1].state.trial is not None
 
     def _columns(self, runs: Sequence[tuple[str, Run]]) -> list[tuple[_Title, list[str]]]:
         """Return titles and cells; columns that say nothing new are left out."""
@@ -121,11 +116,11 @@ class RunTable(list[T]):
         if not self._runs:
             return "[]"
         groups = self._groups()
-        columns = self._columns([group.runs[0] for group in groups if not group.is_sweep])
+        columns = self._columns([group[0] for group in groups if not self._is_sweep(group)])
         rows = zip(*([title.text, *cells] for title, cells in columns), strict=True)
         head, *lines = wording.aligned([[*row] for row in rows]) if columns else [""]
         rest = iter(lines)
-        found = [_about(each.runs) if each.is_sweep else next(rest) for each in groups]
+        found = [_about(each) if self._is_sweep(each) else next(rest) for each in groups]
         return "\n".join([head, *found] if head else found)
 
     def _repr_html_(self) -> str | None:
@@ -134,17 +129,30 @@ class RunTable(list[T]):
     def html(self, *, is_live: bool = False) -> str:
         """Return the table; that below live charts is drawn by their style sheet."""
         # It scrolls where it is wider than the page: cells of several lines made rows too high.
-        table = self._table(self._groups(), "" if is_live else _CELL)
-        return str(element("div", table, style="overflow-x:auto"))
+        return str(element("div", self._table("" if is_live else _CELL), style="overflow-x:auto"))
 
-    def _table(self, groups: Sequence[_Group], cell: str) -> Markup:
-        single = [group.runs[0] for group in groups if not group.is_sweep]
-        columns = self._columns(single)
-        rows = iter(_rows(single, columns, cell))
-        lines = [
-            self._folded(group.runs, max(1, len(columns))) if group.is_sweep else next(rows)
-            for group in groups
-        ]
+    def _table(self, cell: str) -> Markup:
+        groups = self._groups()
+        columns = self._columns([group[0] for group in groups if not self._is_sweep(group)])
+        lines: list[Markup] = []
+        index = 0
+        for group in groups:
+            if self._is_sweep(group):
+                lines.append(self._folded(group, max(1, len(columns))))
+                continue
+            colours = {
+                "state": COLOURS.get(group[0][1].status),
+                "run": charts.COLOURS[index % len(charts.COLOURS)],
+            }
+            cells = []
+            for title, texts in columns:
+                text, colour = texts[index], colours.get(title.colour)
+                is_long = len(text) > _MAX_SHOWN
+                parts = _CUT if is_long and cell else "", cell, f"color:{colour}" if colour else ""
+                style = ";".join(filter(None, parts)) or None
+                cells.append(element("td", text, style=style, title=text if is_long else None))
+            lines.append(element("tr", *cells))
+            index += 1
         heads = (element("th", title.text, style=cell or None) for title, _ in columns)
         return element(
             "table",
@@ -157,29 +165,9 @@ class RunTable(list[T]):
     def _folded(self, trials: Sequence[tuple[str, Run]], num_columns: int) -> Markup:
         hidden = len(trials) - _MAX_TRIALS
         rest = f"{hidden:,} more trials" if hidden > 0 else ""
-        table = self._table([_Group(False, [trial]) for trial in trials[:_MAX_TRIALS]], _CELL)
-        details = element("details", element("summary", _about(trials)), table, rest)
+        table = RunTable[Run]([], trials[:_MAX_TRIALS], self._names, self._sort, self._mode)
+        details = element("details", element("summary", _about(trials)), table._table(_CELL), rest)
         return element("tr", element("td", details, colspan=num_columns, style=_CELL))
-
-
-def _rows(
-    runs: Sequence[tuple[str, Run]], columns: Sequence[tuple[_Title, Sequence[str]]], cell: str
-) -> list[Markup]:
-    rows = []
-    for index, (_, run) in enumerate(runs):
-        colours = {
-            "state": COLOURS.get(run.status),
-            "run": charts.COLOURS[index % len(charts.COLOURS)],
-        }
-        cells = []
-        for title, texts in columns:
-            text, colour = texts[index], colours.get(title.colour)
-            is_long = len(text) > _MAX_SHOWN
-            parts = _CUT if is_long and cell else "", cell, f"color:{colour}" if colour else ""
-            style = ";".join(filter(None, parts)) or None
-            cells.append(element("td", text, style=style, title=text if is_long else None))
-        rows.append(element("tr", *cells))
-    return rows
 
 
 def _about(trials: Sequence[tuple[str, Run]]) -> str:

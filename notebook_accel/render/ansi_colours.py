@@ -8,7 +8,7 @@ colours of a terminal, bold, dim, italic and underline are kept; all other seque
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from markupsafe import Markup
 
@@ -54,23 +54,15 @@ def ansi_to_markup(text: str) -> Markup:
     # The even pieces are text, the odd ones the numbers of the sequence after it.
     for index, piece in enumerate(_SGR.split(text)):
         if index % 2:
-            _change(style, [int(number or 0) for number in piece.split(";")])
+            for code in (int(number or 0) for number in piece.split(";")):
+                if code in (38, 48):
+                    # One of 256 colours, or of all: few programs write them where no terminal is.
+                    break
+                style = {**style, **_CODES.get(code, {})} if code else {}
         elif piece:
             css = ";".join(f"{name}:{value}" for name, value in sorted(style.items()) if value)
             parts.append(element("span", piece, style=css) if css else escape(piece))
     return join(parts)
-
-
-def _change(style: dict[str, str | None], codes: Sequence[int]) -> None:
-    """Update the CSS properties in force; the codes 38 and 48 (more colours) end the sequence."""
-    for code in codes:
-        if code == 0:
-            style.clear()
-        elif code in (38, 48):
-            # One of 256 colours, or of all: few programs write them where no terminal is.
-            return
-        else:
-            style.update(_CODES.get(code, {}))
 
 
 def lines_to_markup(lines: Iterable[str], style: str | None = None) -> Markup:

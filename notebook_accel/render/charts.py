@@ -454,9 +454,15 @@ def _texts(
             around = curves[name][max(0, after - 1) : after + 1]
             seen[name] = min(reversed(around), key=lambda point: abs(point[0] - x))
         there.append(seen)
-    if rows == 1:
-        return [_said_of(seen) for seen in there]
     texts = []
+    if rows == 1:
+        for seen in there:
+            values = [
+                f"{one_line(name, _MAX_NAME)} {wording.number(y)}" for name, (_, y) in seen.items()
+            ]
+            step = next((f"step {wording.count(round(step))}: " for step, _ in seen.values()), "")
+            texts.append(step + ", ".join(value.strip() for value in values))
+        return texts
     for row in range(rows):
         up = 1 - (row + 0.5) / rows
         for seen in there:
@@ -470,14 +476,6 @@ def _texts(
             label = name if len(name) <= _MAX_LABEL else f"{name[:12]}…{name[-_MAX_LABEL + 13 :]}"
             texts.append(f"{label}: {wording.number(seen[name][1])}" if name else "")
     return texts
-
-
-def _said_of(seen: Mapping[str, Point]) -> str:
-    values = ", ".join(
-        f"{one_line(name, _MAX_NAME)} {wording.number(y)}".strip() for name, (_, y) in seen.items()
-    )
-    step = next((step for step, _ in seen.values()), 0.0)
-    return f"step {wording.count(round(step))}: {values}" if seen else ""
 
 
 def _marks(curve: Curve, drawn: _Drawn) -> list[Markup]:

@@ -13,7 +13,7 @@ import fcntl
 import pickle
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
 import cloudpickle
@@ -116,7 +116,14 @@ class SweepFolder:
 
         The kernel may have been killed before it launched the one that it recorded last.
         """
-        found = [*self._records()]
+        found: list[TrialRecord] = []
+        # A record that was cut off by the kernel's end is none.
+        with (
+            contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError),
+            open(self._trials, "rb", opener=own_file) as file,
+        ):
+            while True:
+                found.append(pickle.load(file))
         while found:
             is_kept = detached.has_keeper(found[-1].run)  # asked first: it ends with its run
             if RunFolder(runs_folder() / found[-1].run).load() is not None:
@@ -125,12 +132,3 @@ class SweepFolder:
                 return found[:-1]
             time.sleep(_POLL_SECONDS)
         return found
-
-    def _records(self) -> Iterator[TrialRecord]:
-        """Yield the records; one that was cut off by the kernel's end is none."""
-        with (
-            contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError),
-            open(self._trials, "rb", opener=own_file) as file,
-        ):
-            while True:
-                yield pickle.load(file)
