@@ -814,7 +814,7 @@ def test_a_setting_added_in_one_line_appears_everywhere(tmp_path: Path) -> None:
         PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
     )
     file = package / "config" / "launch_config.py"
-    row = 'setting(check=as_count, about="Steps of", unset="none", is_for_ranks=True)'
+    row = 'setting(check=checks.as_count, about="Steps of", unset="none", is_for_ranks=True)'
     text = file.read_text()
     anchor = "    fsdp: Mapping[str, Any] | None"
     file.write_text(text.replace(anchor, f"    warmup: int | None = {row}\n{anchor}"))

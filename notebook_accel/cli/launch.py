@@ -106,7 +106,12 @@ def run_typed(
     notices = [*notices, *_prepare_environment(typed, config)]
     for line in notices:
         print(f"notebook-accel: {line}", file=sys.stderr)
-    _seed(typed, config)
+    if config.seed is not None:
+        if typed.no_python:
+            raise ConfigError(f"seed={config.seed}: with --no-python the program seeds itself")
+        kind, script = "module" if typed.module else "script", typed.training_script
+        typed.training_script_args = [str(config.seed), kind, script, *typed.training_script_args]
+        typed.training_script, typed.module = "notebook_accel.cli.seeded", True
     # It names the rank that failed, as the last line here does.
     logging.getLogger(_ELASTIC_LOG).setLevel(logging.CRITICAL)
     try:
@@ -244,21 +249,6 @@ def _num_ranks_typed(text: str) -> int:
         return int(torchrun.determine_local_world_size(text))
     except ValueError as error:
         raise ConfigError(f"--nproc_per_node {text}: {error}") from None
-
-
-def _seed(typed: Namespace, config: LaunchConfig) -> None:
-    if config.seed is None:
-        return
-    if typed.no_python:
-        raise ConfigError(f"seed={config.seed}: with --no-python the program seeds itself")
-    kind = "module" if typed.module else "script"
-    typed.training_script_args = [
-        str(config.seed),
-        kind,
-        typed.training_script,
-        *typed.training_script_args,
-    ]
-    typed.training_script, typed.module = "notebook_accel.cli.seeded", True
 
 
 @contextlib.contextmanager

@@ -15,14 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from notebook_accel.config import LaunchConfig, resolve, settings_of
-from notebook_accel.config.accelerate_yaml import (
-    LEFT_OPEN,
-    ON_TPU,
-    READ_BY_RANKS,
-    WITHOUT_EFFECT,
-    settings_from,
-)
+from notebook_accel.config import LaunchConfig, accelerate_yaml, resolve, settings_of
 from notebook_accel.config.launch_config import settings_in_file
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import Setting
@@ -46,23 +39,18 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
 _ACCEPTED_FLAGS = ("multi_gpu", "same_network", "quiet", "downcast_bf16")
 # Of other libraries for 8 bits: they are taken, and a line says that they are not used.
 _FP8_UNUSED = (
-    "fp8_backend",
-    "fp8_margin",
-    "fp8_interval",
-    "fp8_format",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-    "fp8_override_linear_precision",
-    "fp8_opt_level",
-    "fp8_enable_fsdp_float8_all_gather",
-    "fp8_use_autocast_during_eval",
+    *("fp8_backend", "fp8_margin", "fp8_interval", "fp8_format", "fp8_opt_level"),
+    *("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_override_linear_precision"),
+    *("fp8_enable_fsdp_float8_all_gather", "fp8_use_autocast_during_eval"),
 )
 # Beginnings of options of `accelerate launch` for what is not there.
 _REFUSED = {
     "megatron_lm_": "Megatron-LM is not supported; --use_fsdp or a mesh (--tp_size) is",
     "parallelism_config_sp_": "sequences are divided by --cp_size",
     "aws_": "jobs on SageMaker are not supported",
-    **dict.fromkeys(("tpu_", "no_tpu_", "vm"), f"pods of TPUs are not supported{ON_TPU}"),
+    **dict.fromkeys(
+        ("tpu_", "no_tpu_", "vm"), f"pods of TPUs are not supported{accelerate_yaml.ON_TPU}"
+    ),
 }
 _SECTIONS = ("dynamo_config", "fp8_config")
 
@@ -100,12 +88,12 @@ def add_settings(parser: ArgumentParser) -> None:
     as_in = parser.add_argument_group("as in `accelerate launch`")
     for flag in (*_FLAGS, *_ACCEPTED_FLAGS):
         _add(probe, as_in, (flag,), action="store_true", dest=f"flag {flag}")
-    for key in (*READ_BY_RANKS, *_FP8_UNUSED):
+    for key in (*accelerate_yaml.READ_BY_RANKS, *_FP8_UNUSED):
         kind = {"action": "store_true"} if "_use_" in key else {}
         _add(probe, as_in, (key,), dest=f"section {key}", **kind)
     as_in.add_argument("-q", action="store_true", help=SUPPRESS)
     _add(probe, as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
-    for key in (*WITHOUT_EFFECT, "main_training_function", "mpirun_hostfile"):
+    for key in (*accelerate_yaml.WITHOUT_EFFECT, "main_training_function", "mpirun_hostfile"):
         _add(probe, as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
 
 
@@ -155,11 +143,11 @@ def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
         names = {name: text for name, text in _below("section", values) if name.startswith(prefix)}
         as_yaml[section] = names
     as_yaml["mixed_precision"] = "fp8" if as_yaml["fp8_config"] else None
-    found, notices = settings_from(as_yaml, rows)
+    found, notices = accelerate_yaml.settings_from(as_yaml, rows)
     found.pop("mixed_precision", None)
     for name, row in rows.items():
         text = values.get(name)
-        means_nothing = text is None or (row.yaml, text) in LEFT_OPEN
+        means_nothing = text is None or (row.yaml, text) in accelerate_yaml.LEFT_OPEN
         if name in ("env", *PLUGINS) or means_nothing:
             continue
         found[name] = row.from_text(text)

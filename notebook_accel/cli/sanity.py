@@ -175,7 +175,6 @@ def _steps(
 
 
 def _losses_of_one_process(model: Any, optimizer: Any, loader: Any) -> list[float]:
-
     losses = []
     for inputs, targets in loader:
         loss: Any = mse_loss(model(inputs), targets)

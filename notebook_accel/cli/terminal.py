@@ -27,18 +27,7 @@ _MAX_BARS = 16
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-class _Display:
-    """Prints the lines of all ranks in the order in which they come, and draws no progress bars."""
-
-    def line(self, stream: TextIO, rank: int, text: str) -> None:
-        stream.write(f"[rank {rank}] {text}\n")
-        stream.flush()
-
-    def bar(self, rank: int, text: str) -> None:
-        """Show the newest state of a rank's progress bar; this base class shows none."""
-
-
-class _RichDisplay(_Display):
+class _RichDisplay:
     """Prints lines by Rich, and keeps the newest progress bar of each rank below them."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -57,7 +46,7 @@ class _RichDisplay(_Display):
         )
         self._live.start()
 
-    def line(self, stream: TextIO, rank: int, text: str) -> None:
+    def line(self, rank: int, text: str) -> None:
         from rich.text import Text
 
         label = f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)]
@@ -81,10 +70,11 @@ class RankOutput:
     """Replaces ``sys.stdout`` or ``sys.stderr`` while torchrun runs, and prints lines of ranks.
 
     torchrun's threads write pieces that begin with ``LABEL``: a line, or more of an open one.
-    Text without it goes to ``stream``. Both objects share ``lock``, so that lines do not mix.
+    Text without it goes to ``stream``, and so do lines if there is no ``display``. Both objects
+    share ``lock``, so that lines do not mix.
     """
 
-    def __init__(self, stream: TextIO, display: _Display, lock: threading.Lock) -> None:
+    def __init__(self, stream: TextIO, display: _RichDisplay | None, lock: threading.Lock) -> None:
         self._stream = stream
         self._display = display
         self._lock = lock
@@ -121,7 +111,7 @@ class RankOutput:
     def _show_bar(self, rank: int, text: str) -> re.Match[str] | None:
         """Return where the bar stands in the line that it begins; None for no bar."""
         found = _BAR.search(text)
-        if found:
+        if found and self._display is not None:
             self._display.bar(rank, plain_text(text[: found.end()]))
         return found
 
@@ -136,8 +126,11 @@ class RankOutput:
         for line in lines:
             # Torch labels tracebacks itself.
             said = line.removeprefix(f"[rank{rank}]: ")
-            if said:
-                self._display.line(self._stream, rank, said)
+            if said and self._display is not None:
+                self._display.line(rank, said)
+            elif said:
+                self._stream.write(f"[rank {rank}] {said}\n")
+                self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -147,7 +140,7 @@ class RankOutput:
 def ranks_in_terminal() -> Iterator[None]:
     """Inside the block, label the ranks' output, which torchrun writes to stdout and stderr."""
     lock, out, err = threading.Lock(), sys.stdout, sys.stderr
-    display = _Display()
+    display: _RichDisplay | None = None
     with contextlib.ExitStack() as undo:
         if out.isatty() and err.isatty():
             with contextlib.suppress(ImportError):

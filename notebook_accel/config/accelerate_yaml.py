@@ -31,18 +31,9 @@ LEFT_OPEN = (("gpu_ids", "all"), ("main_process_port", "0"))
 _NOTHING: tuple[Any, ...] = (None, False, "", "no", "NO", {}, [])
 # What of `dynamo_config` and `fp8_config` an Accelerator in a rank reads, as ACCELERATE_*.
 READ_BY_RANKS = (
-    "dynamo_backend",
-    "dynamo_mode",
-    "dynamo_use_fullgraph",
-    "dynamo_use_dynamic",
-    "dynamo_use_regional_compilation",
-    "fp8_pad_inner_dim",
+    *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
+    *("dynamo_use_regional_compilation", "fp8_pad_inner_dim"),
 )
-
-
-def is_accelerates(data: Mapping[str, Any]) -> bool:
-    """Return whether a file's contents are in Accelerate's format rather than ours."""
-    return "compute_environment" in data or "distributed_type" in data
 
 
 def settings_from(

@@ -13,6 +13,8 @@ import yaml
 
 from notebook_accel.errors import ConfigError
 
+# The middle ones: PyYAML makes what looks like a date, such as 2024-99-99.
+_UNREADABLE = (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError)
 # No settings are as large, and the metrics of days are not: what is larger is damaged, and to read
 # it would take the kernel's memory, or hold its Interrupt up.
 _MOST_BYTES = 1_000_000_000
@@ -66,15 +68,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         # Without the line itself: it may have a secret of `env`.
         line = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
         raise ConfigError(f"it cannot be read: {error.problem}{line}") from None
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-        yaml.YAMLError,
-    ) as error:
-        # The middle ones: PyYAML makes what looks like a date, such as 2024-99-99.
+    except _UNREADABLE as error:
         raise ConfigError(f"it cannot be read: {error}") from None
     if data is None:
         return {}

@@ -12,15 +12,7 @@ from typing import Any
 
 import yaml
 
-from notebook_accel.config import accelerate_yaml
-from notebook_accel.config.checks import (
-    as_address,
-    as_count,
-    as_devices,
-    as_env,
-    as_seconds,
-    check_enough,
-)
+from notebook_accel.config import accelerate_yaml, checks
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.config.file import expanded, read_settings, replace_text
 from notebook_accel.config.plugins import PLUGINS
@@ -60,7 +52,7 @@ class LaunchConfig:
     """
 
     num_processes: int | None = setting(
-        check=as_count,
+        check=checks.as_count,
         label="Processes",
         is_first=True,
         about="Number of ranks, the processes that train; with ``num_nodes``, on each machine",
@@ -68,7 +60,7 @@ class LaunchConfig:
         yaml="num_processes",
     )
     devices: Sequence[int] | str | None = setting(
-        check=as_devices,
+        check=checks.as_devices,
         label="Devices",
         is_first=True,
         about='Indices of the accelerators to use, one rank each, or "cpu"',
@@ -95,7 +87,7 @@ class LaunchConfig:
         + "; ".join(f'"{name}", {kind.about}' for name, kind in ENGINES.items()),
     )
     gradient_accumulation_steps: int | None = setting(
-        check=as_count,
+        check=checks.as_count,
         label="Accumulation",
         is_first=True,
         about="Batches whose gradients are added up for each step, for every ``Accelerator`` that "
@@ -106,7 +98,7 @@ class LaunchConfig:
         is_for_ranks=True,
     )
     seed: int | None = setting(
-        check=partial(as_count, least=0, most=2**63 - 1),
+        check=partial(checks.as_count, least=0, most=2**63 - 1),
         label="Seed",
         is_first=True,
         about="Seed of the random numbers of Python, numpy and torch in every rank. With "
@@ -122,7 +114,7 @@ class LaunchConfig:
         is_for_ranks=True,
     )
     use_port: int | None = setting(
-        check=partial(as_count, most=65_535),
+        check=partial(checks.as_count, most=65_535),
         label="Port",
         about="The port at which the ranks meet (MASTER_PORT). Ranks of a session meet at a free "
         "one after a call that failed: who is left of the group before may still use this port",
@@ -131,28 +123,28 @@ class LaunchConfig:
     )
     num_nodes: int = setting(
         1,
-        check=as_count,
+        check=checks.as_count,
         label="Machines",
         about="Number of machines: this one, and those that join by the command that is shown",
         yaml="num_machines",
     )
     master_addr: str | None = setting(
         label="Address",
-        check=as_address,
+        check=checks.as_address,
         about="With ``num_nodes``: the address of this machine by which the others reach it",
         unset="that by which they join",
         yaml="main_process_ip",
     )
     max_restarts: int = setting(
         0,
-        check=partial(as_count, least=0),
+        check=partial(checks.as_count, least=0),
         label="Restarts",
         about="How often the ranks are started again after a failure, on the machines that are "
         "left; a function that calls ``accelerator.resume_or_start`` goes on from its checkpoint",
     )
     grace: float = setting(
         10.0,
-        check=as_seconds,
+        check=checks.as_seconds,
         label="Grace, in seconds",
         about="Seconds that ranks get to leave: after a Stop that they do not hear until they are "
         "interrupted, and after an interrupt until they are terminated",
@@ -167,7 +159,7 @@ class LaunchConfig:
         yaml="debug",
     )
     env: Mapping[str, str] | None = setting(
-        check=as_env,
+        check=checks.as_env,
         label="Environment",
         about="Environment variables of the ranks, beside those of the notebook. They may be "
         "secrets, and what is shown of the settings leaves them out",
@@ -211,7 +203,7 @@ class LaunchConfig:
                 f"backend={self.backend!r} needs GPUs: with devices='cpu' take 'gloo'"
             )
         if isinstance(self.devices, tuple) and wanted is not None and not shares_devices(self):
-            check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
+            checks.check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
         # How many more there may be, a plugin that the function makes can say.
         num_divided = math.prod((self.parallelism or {}).values())
         num_ranks = None if wanted is None else wanted * self.num_nodes
@@ -284,13 +276,12 @@ class LaunchConfig:
             >>> config.to_dict()
             {'num_processes': 2, 'mixed_precision': 'bf16'}
         """
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        default = {field.name: field.default for field in fields(self)}
-        changed = {name: value for name, value in given.items() if value != default[name]}
+        given = ((field, getattr(self, field.name)) for field in fields(self))
         # YAML has lists, and no tuples.
         return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in changed.items()
+            field.name: list(value) if isinstance(value, tuple) else value
+            for field, value in given
+            if value != field.default
         }
 
 
@@ -315,7 +306,7 @@ def settings_in_file(
     not_used: list[str] = []
     try:
         data = read_settings(expanded(path))
-        if accelerate_yaml.is_accelerates(data):
+        if "compute_environment" in data or "distributed_type" in data:  # it is Accelerate's
             if taken_out is not None:
                 taken_out |= {entry: data.pop(entry, None) for entry in taken_out}
             data, not_used = accelerate_yaml.settings_from(data, settings_of(LaunchConfig))

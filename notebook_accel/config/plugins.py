@@ -133,10 +133,8 @@ PLUGINS: Mapping[str, Plugin] = {
         switch="ACCELERATE_USE_FSDP",
         section="fsdp_config",
         without_effect=(
-            "fsdp_backward_prefetch",
-            "fsdp_backward_prefetch_policy",
-            "fsdp_forward_prefetch",
-            "fsdp_use_orig_params",
+            *("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"),
+            *("fsdp_forward_prefetch", "fsdp_use_orig_params"),
         ),
     ),
     "deepspeed": Plugin(
@@ -147,10 +145,8 @@ PLUGINS: Mapping[str, Plugin] = {
         switch="ACCELERATE_USE_DEEPSPEED",
         section="deepspeed_config",
         without_effect=(
-            "deepspeed_exclusion_filter",
-            "deepspeed_hostfile",
-            "deepspeed_inclusion_filter",
-            "deepspeed_multinode_launcher",
+            *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
+            *("deepspeed_hostfile", "deepspeed_multinode_launcher"),
         ),
         composes=False,
     ),

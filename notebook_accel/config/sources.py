@@ -169,18 +169,20 @@ def _left_open(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     refuses_cpu = value_of(os.environ.get("ACCELERATE_USE_CPU", ""), bool) is False
     if refuses_cpu and found.get("devices") == "cpu":
         del found["devices"]
-    for name, plugin in PLUGINS.items():
-        if saved.get(name) is not None and name not in given:
-            is_off = plugin.asked_by_environment is False or _is_beaten(name, given)
-            found[name] = (
-                None
-                if is_off
-                else {
-                    option: value
-                    for option, value in saved[name].items()
-                    if not os.environ.get(plugin.options[option].variable, "").strip()
-                }
-            )
+    for name in [name for name in PLUGINS if saved.get(name) is not None and name not in given]:
+        plugin = PLUGINS[name]
+        found[name] = {
+            option: value
+            for option, value in saved[name].items()
+            if not os.environ.get(plugin.options[option].variable, "").strip()
+        }
+        is_beaten = any(
+            given.get(other) is not None or PLUGINS[other].asked_by_environment
+            for other in PLUGINS.keys() - {name}
+            if not (plugin.composes and PLUGINS[other].composes)
+        )
+        if is_beaten or plugin.asked_by_environment is False:
+            found[name] = None
     if saved.get("env"):
         found["env"] = {
             variable: text
@@ -188,12 +190,3 @@ def _left_open(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
             if not (variable.startswith(_PREFIXES) and os.environ.get(variable, "").strip())
         }
     return found
-
-
-def _is_beaten(name: str, given: Mapping[str, Any]) -> bool:
-    """Return whether the call or environment asks for a plugin that plugin ``name`` excludes."""
-    return any(
-        given.get(other) is not None or plugin.asked_by_environment
-        for other, plugin in PLUGINS.items()
-        if other != name and not (plugin.composes and PLUGINS[name].composes)
-    )
