@@ -24,7 +24,7 @@ from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.setup import libraries, steps
 from notebook_accel.launch.setup.steps import Path, Step
 from notebook_accel.launch.text.terminal_text import one_line
-from notebook_accel.notebook.imports import parsed
+from notebook_accel.launch.text.used_names import parsed
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -12,7 +12,7 @@ import functools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from inspect import isawaitable
 from typing import Any, ClassVar
 
@@ -93,11 +93,16 @@ class BlockedShell:
             return
         identities, request = _read(kernel, message)
         of_ipykernel.publish_status(kernel, "busy", request)
-        asks_for_state = _asks_for_state(request["content"])
-        with _answers_to(kernel, request) if asks_for_state else contextlib.nullcontext():
-            answered = kernel.shell_handlers[request["msg_type"]](
-                kernel.shell_stream, identities, request
-            )
+        # What the kernel sends of a state is a reply to the request. The kernel's ``set_parent``
+        # would also take the output of every thread that the user started.
+        parent: Any = of_ipykernel.parent_variable(kernel)
+        before = parent.set(request) if _asks_for_state(request["content"]) else None
+        try:
+            handler = kernel.shell_handlers[request["msg_type"]]
+            answered = handler(kernel.shell_stream, identities, request)
+        finally:
+            if before is not None:
+                parent.reset(before)
         if isawaitable(answered):
             await answered
         # A page holds back what it would ask next until it heard that this was handled.
@@ -143,20 +148,6 @@ def _peek(session: Any, message: Any) -> tuple[Any, Any]:
 def _asks_for_state(content: Any) -> bool:
     data = content.get("data")
     return isinstance(data, dict) and data.get("method") == "request_state"
-
-
-@contextlib.contextmanager
-def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
-    """Make what the kernel sends in the block replies to ``request``.
-
-    The kernel's ``set_parent`` would also take the output of every thread that the user started.
-    """
-    parent: Any = of_ipykernel.parent_variable(kernel)
-    before = parent.set(request)
-    try:
-        yield
-    finally:
-        parent.reset(before)
 
 
 @functools.cache

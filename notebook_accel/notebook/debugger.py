@@ -2,7 +2,7 @@
 
     launch_for_debugger --> ranks, one call --> a rank raised: the ranks wait <-- %accelerate debug
                                             --> the call ended otherwise: the ranks end
-    cell: input("rank 1 (pdb) ") --DebugCall--> the rank's PostMortem --> text, printed in the cell
+    cell: input("rank 1 (pdb) ") --DebugCall--> pdb in the rank --> text, printed in the cell
 
 With ``notebook_launcher(..., debug=True)`` the ranks stay alive after one of them raised: the
 launch is held. At most one launch is held at a time. Its ranks, and their memory on devices, are
@@ -88,14 +88,8 @@ def _hold_or_end(session: Session) -> bool:
     global _held
     run = session.newest_call
     failure = None if run is None else run.state.failure
-    is_whole = session.status not in ("broken", "ended")
-    if (
-        run is None
-        or failure is None
-        or not failure.traceback
-        or not is_whole
-        or not can_answer(find_kernel())
-    ):
+    can_wait = session.status not in ("broken", "ended") and can_answer(find_kernel())
+    if run is None or failure is None or not failure.traceback or not can_wait:
         session.close()
         return False
     end_held_launch()

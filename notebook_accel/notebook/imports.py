@@ -22,6 +22,7 @@ from typing import Any
 
 from notebook_accel.launch.template import prepared_libraries
 from notebook_accel.launch.template.handle import follow
+from notebook_accel.launch.text.used_names import parsed
 from notebook_accel.wire import ImportItem
 
 # Names in a statement after which imports may find something else.
@@ -72,7 +73,12 @@ class _Follower:
             new = sys.modules.keys() - self._seen
             self._seen |= new
             own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
-            found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
+            for name in new:
+                if name.partition(".")[0] in own:
+                    values = vars(sys.modules[name]).values()
+                    used = [v for v in values if isinstance(v, (ModuleType, FunctionType, type))]
+                    modules = (getattr(each, "__module__", None) or each.__name__ for each in used)
+                    found |= {module.partition(".")[0] for module in modules}
             unknown = (found - self._roots - prepared_libraries.OF_TEMPLATE) & sys.modules.keys()
             added = {*filter(prepared_libraries.is_library, unknown)}
             self._roots |= added
@@ -88,23 +94,9 @@ def _is_own(root: str) -> bool:
     return bool(path) and not prepared_libraries.is_library_file(path) and root != "notebook_accel"
 
 
-def _used_by(name: str) -> set[str]:
-    values = vars(sys.modules[name]).values()
-    used = [v for v in values if isinstance(v, (ModuleType, FunctionType, type))]
-    return {(getattr(v, "__module__", None) or v.__name__).partition(".")[0] for v in used}
-
-
 def imports_at_start(code: str) -> list[ImportItem]:
     """Return what a cell imports at its top level, as long as nothing before changes imports."""
     return [*_imports(takewhile(lambda one: not _may_change_imports(one), parsed(code).body))]
-
-
-def parsed(code: str) -> ast.Module:
-    """Return the syntax tree of a cell; an empty one for a cell that is no Python."""
-    try:
-        return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
 
 
 def _imports(nodes: Iterable[ast.AST]) -> Iterator[ImportItem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import fields, replace
 from functools import partial, wraps
@@ -290,9 +291,12 @@ def check_leaves_notebook_free(config: LaunchConfig) -> None:
 
 def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(notebook_launcher).parameters
-    return {
-        name: value for name, value in given.items() if _differs(value, parameters[name].default)
-    }
+    changed = dict(given)
+    for name, value in given.items():
+        with suppress(Exception):  # arrays compare with nothing as a whole
+            if value == parameters[name].default:
+                del changed[name]
+    return changed
 
 
 def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,13 +314,6 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
         # Accelerate's launcher takes "FP16", too.
         settings["mixed_precision"] = settings["mixed_precision"].lower()
     return settings
-
-
-def _differs(value: Any, default: Any) -> bool:
-    try:
-        return bool(value != default)
-    except Exception:  # arrays compare with nothing as a whole
-        return True
 
 
 def _join_as_node(given: Mapping[str, Any]) -> None:

@@ -29,33 +29,18 @@ from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
+from notebook_accel.notebook import display_slot
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.cloning import CloneForm, cloneable
 from notebook_accel.notebook.comparison import original_of
 from notebook_accel.notebook.controls import Controls
-from notebook_accel.notebook.display_slot import (
-    WIDGET_VIEW,
-    DisplaySlot,
-    WidgetSlot,
-    start_thread,
-    widget_view,
-)
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.rank_displays import seconds_to_wait
 from notebook_accel.notebook.widgets import PanelWidgets
+from notebook_accel.render import panel
 from notebook_accel.render.displayed import first_asked, render_displays
 from notebook_accel.render.markup import copyable, element, file_link, style_element
-from notebook_accel.render.panel import (
-    AskedStacks,
-    Details,
-    fold_of_stacks,
-    render_alert,
-    render_panel,
-    render_title,
-    render_warnings,
-    stacks_of_hang,
-)
 
 _STOP_TOOLTIP = (
     "Stop all ranks at the same step. What is being trained is kept (last_run().rescued), or what "
@@ -110,9 +95,9 @@ class PanelBox:
     A reloaded page forgets the slots of cells, but asks for widgets.
     """
 
-    def __init__(self, slot: DisplaySlot) -> None:
+    def __init__(self, slot: display_slot.DisplaySlot) -> None:
         self._slot = slot
-        self._below: list[WidgetSlot] = []
+        self._below: list[display_slot.WidgetSlot] = []
         self._last: tuple[Mapping[str, str], str] | None = None
         self._lock = threading.RLock()
         self._widgets = PanelWidgets()
@@ -121,14 +106,16 @@ class PanelBox:
 
     def show(self, text: str) -> None:
         """Display the box; ``text`` stands in the saved notebook until the summary replaces it."""
-        self._slot.show(widget_view(self.box, text))
+        self._slot.show(display_slot.widget_view(self.box, text))
 
     def close(self) -> None:
         self._widgets.close()
 
-    def place_below(self) -> WidgetSlot:
+    def place_below(self) -> display_slot.WidgetSlot:
         """Return a new place for a clone of the run, at the end of the box."""
-        slot = WidgetSlot(self._widgets.make(ipywidgets.Output, classes="na-below"), self._settle)
+        slot = display_slot.WidgetSlot(
+            self._widgets.make(ipywidgets.Output, classes="na-below"), self._settle
+        )
         with self._lock:
             self._below.append(slot)
             self.box.children = (*self.box.children, slot.output)
@@ -140,7 +127,7 @@ class PanelBox:
             self._last = bundle, show
             self._settle()
             if self._last is not None:  # clones go on: what a saved notebook says until then
-                self._slot.show(widget_view(self.box, bundle["text/plain"]))
+                self._slot.show(display_slot.widget_view(self.box, bundle["text/plain"]))
 
     def _settle(self) -> None:
         """Once the run has ended show its summary: above its clones, until they have ended too."""
@@ -149,7 +136,9 @@ class PanelBox:
                 return
             bundle, show = self._last
             note, outputs = "", [slot.output for slot in self._below]
-            if not any(slot.is_live or WIDGET_VIEW in slot.bundle for slot in self._below):
+            if not any(
+                slot.is_live or display_slot.WIDGET_VIEW in slot.bundle for slot in self._below
+            ):
                 self._last, outputs, note = None, [], _ENDED_NOTE.format(show=show)
                 bundles = [bundle, *(slot.bundle for slot in self._below)]
                 text = "\n".join(filter(None, (one["text/plain"] for one in bundles)))
@@ -210,7 +199,7 @@ class LivePanel:
         self._last_hang = ""
         self._kill_asked = -math.inf
         self._titled, self._titled_at = "", 0.0
-        self.asked_stacks: AskedStacks | None = None
+        self.asked_stacks: panel.AskedStacks | None = None
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
         self._widgets = widgets = PanelWidgets(clicks)
@@ -229,7 +218,7 @@ class LivePanel:
             widgets.button(
                 "Stacks",
                 _STACKS_TOOLTIP,
-                lambda: start_thread(self._fetch_stacks, name="notebook-accel-stacks"),
+                lambda: display_slot.start_thread(self._fetch_stacks, name="notebook-accel-stacks"),
             ),
             widgets.button("Log folder", _FOLDER_TOOLTIP, self._on_folder),
         ]
@@ -288,7 +277,7 @@ class LivePanel:
         if state.hang is not None:
             self._last_hang = hang_line(state)
         since = self._stopping_since
-        details = Details(
+        details = panel.Details(
             now=state.now(),
             throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
             of_run=self._throughput.of_run(state),
@@ -300,10 +289,10 @@ class LivePanel:
         # The rate in the title changes all the time, and is a message of its own.
         if state.status != self._titled or now >= self._titled_at + _TITLE_SECONDS:
             self._titled, self._titled_at = state.status, now
-            self._title.value = str(render_title(state, details))
-        self._body.value = str(render_panel(state, details))
-        self._warnings.value = str(element("div", render_warnings(state), class_="na"))
-        self._alert.value = str(render_alert(state))
+            self._title.value = str(panel.render_title(state, details))
+        self._body.value = str(panel.render_panel(state, details))
+        self._warnings.value = str(element("div", panel.render_warnings(state), class_="na"))
+        self._alert.value = str(panel.render_alert(state))
         if state.status == "stopping":
             self._stop.description = "Stopping"
             self._stop.disabled = True
@@ -312,7 +301,9 @@ class LivePanel:
         # Once a hang is over its stacks stay, as what is said of it does.
         if state.hang is not None and state.hang is not self._hang:
             self._hang = state.hang
-            self._show_stacks("stacks of the ranks", stacks_of_hang(state.hang), is_open=False)
+            self._show_stacks(
+                "stacks of the ranks", panel.stacks_of_hang(state.hang), is_open=False
+            )
         curves = call_of(self._run).curves
         if curves is not None:
             self._metrics.draw(curves, now=now)
@@ -335,7 +326,7 @@ class LivePanel:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
     def _show_stacks(self, title: str, stacks: Sequence[tuple[str, str]], *, is_open: bool) -> None:
-        fold = fold_of_stacks(title, stacks, is_open=is_open)
+        fold = panel.fold_of_stacks(title, stacks, is_open=is_open)
         self._note.value = str(element("div", fold, class_="na na-stacks"))
 
     def close(self) -> None:

@@ -37,9 +37,10 @@ from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.picker import config_picker
-from notebook_accel.notebook.session import CellOptions, NotebookSession
+from notebook_accel.notebook.session import NotebookSession
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.warming import prepare
+from notebook_accel.notebook.worker.calls import CellCall
 
 # ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
 # asks a completer by the first word of the line, and takes of its answer what begins with the word
@@ -53,9 +54,9 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
         words = event.text_until_cursor.removesuffix(event.symbol).replace("=", " ").split()
         command = words[1] if len(words) > 1 else ""
         if event.symbol.startswith("-"):
-            is_cell = words[:1] == ["%%accelerate"]
-            parser = AccelerateMagics.accelerate.parser if is_cell else _OPTIONS_OF.get(command)
-            return [] if parser is None else _options(parser)
+            name = "accelerate" if words[:1] == ["%%accelerate"] else f"_{command}"
+            magic: Any = getattr(AccelerateMagics, "_start" if name == "_restart" else name, None)
+            return _options(magic.parser) if hasattr(magic, "parser") else []
         if words == ["%accelerate"]:
             return [*_COMMANDS, "--help"]
         if words[-1:] in (["--mixed-precision"], ["--mixed_precision"]):
@@ -214,20 +215,23 @@ class AccelerateMagics(Magics):
         text = f"%%accelerate {line}\n{cell}"
         source = CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text)
         with show_in_short():
-            chosen = CellOptions(
-                ranks=_parse_ranks(options.ranks),
+            ranks = _parse_ranks(options.ranks)
+            request = CellCall(
+                text=cell,
+                source=source,
+                first_line=2,
+                label=f"In[{number}]",
+                ranks=ranks,
                 pull=_parse_names(options.pull),
-                pulls_each_rank=options.each_rank,
-                push=_parse_names(options.push),
-                pushes_used=not options.no_push,
-                in_background=options.bg,
+                pull_from=None if options.each_rank else min(ranks or [0]),
             )
-            if chosen.pulls_each_rank and not chosen.pull:
+            push = _parse_names(options.push)
+            if options.each_rank and not request.pull:
                 raise UsageError("--each-rank says what --pull gives: add --pull NAMES")
             code = shell.transform_cell(cell)
             _check_syntax(shell, code, source.filename)
             end_held_launch()
-            if options.write and chosen.ranks is not None:
+            if options.write and ranks is not None:
                 raise UsageError(
                     "--write and --ranks: every process runs the whole of a script; leave one of "
                     "them out"
@@ -236,7 +240,12 @@ class AccelerateMagics(Magics):
                 if options.write:
                     self._write(cell, number, options.write, running)
                 run = running.run_cell(
-                    cell, source, code=code, first_line=2, number=number, options=chosen
+                    request,
+                    code=code,
+                    number=number,
+                    push=push,
+                    pushes_used=not options.no_push,
+                    in_background=options.bg,
                 )
         return run if options.bg else None
 
@@ -309,13 +318,17 @@ class AccelerateMagics(Magics):
             raise UsageError(f"%accelerate {line}: expected %accelerate {name}, with nothing more")
         getattr(self, f"_{name}")(arguments)
 
+    @magic_arguments("%accelerate start")
+    @_NUM_PROCESSES
+    @_MIXED_PRECISION
+    @_CONFIG
     def _start(self, arguments: Sequence[str]) -> None:
-        options = _start_options.parser.parse_args(arguments)
+        options = self._start.parser.parse_args(arguments)
         kernel_session.start_session(self._notebook, *resolve(_given(options), options.config))
 
     def _restart(self, arguments: Sequence[str]) -> None:
         running = kernel_session.current_session()
-        options = _start_options.parser.parse_args(arguments)
+        options = self._start.parser.parse_args(arguments)
         config, notices = resolve(_given(options), options.config)
         if running is not None and options.config is None:
             changed = {name: value for name, value in _given(options).items() if value is not None}
@@ -339,8 +352,12 @@ class AccelerateMagics(Magics):
         if line := imports_line():
             print(f"libraries: {line}")  # noqa: T201
 
+    @magic_arguments("%accelerate pull")
+    @argument("names", nargs="*", help="names of the session: a,b")
+    @argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
+    @argument("--each-rank", "--each_rank", action="store_true", help="a list of all ranks' values")
     def _pull(self, arguments: Sequence[str]) -> None:
-        options = _pull_options.parser.parse_args(arguments)
+        options = self._pull.parser.parse_args(arguments)
         names = _some_names(options.names)
         self._running().pull(names, rank=None if options.each_rank else options.rank)
 
@@ -383,30 +400,6 @@ class AccelerateMagics(Magics):
                 "there is no session; %accelerate start or an %%accelerate cell starts one"
             )
         return running
-
-
-@magic_arguments("%accelerate start")
-@_NUM_PROCESSES
-@_MIXED_PRECISION
-@_CONFIG
-def _start_options() -> None:
-    """Declare the options of ``%accelerate start`` and ``restart``; decorators add ``parser``."""
-
-
-@magic_arguments("%accelerate pull")
-@argument("names", nargs="*", help="names of the session: a,b")
-@argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
-@argument("--each-rank", "--each_rank", action="store_true", help="a list with each rank's value")
-def _pull_options() -> None:
-    """Declare the options of ``%accelerate pull``; decorators add ``parser``."""
-
-
-# By command, those that have any.
-_OPTIONS_OF = {
-    "start": _start_options.parser,
-    "restart": _start_options.parser,
-    "pull": _pull_options.parser,
-}
 
 
 def _given(options: Any) -> dict[str, Any]:

@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accel.launch.payload.names import look_at
-from notebook_accel.launch.text.used_names import is_history
+from notebook_accel.launch.text.used_names import OF_IPYTHON, is_history
 
 # From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000
-# What IPython puts into a notebook beside its history.
-_IPYTHONS = ("exit", "get_ipython", "open", "quit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +168,7 @@ class Ownership:
         """Return whether the notebook has this name and a person, not IPython, assigned it."""
         if name not in self._namespace or is_history(name):
             return False
-        if name not in _IPYTHONS and not name.startswith("__"):
+        if name not in OF_IPYTHON and not name.startswith("__"):
             return True
         return name not in self._hidden or self._hidden[name] is not self._namespace[name]
 

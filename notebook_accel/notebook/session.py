@@ -2,7 +2,7 @@
 
     %%accelerate --> NotebookSession.run_cell --CellCall + pushed names--> launcher.Session
                           ^                                                        |
-                          +---- CellOutcome of each rank: value, assigned names <--+
+                          +---- RankAnswer of each rank: value, assigned names <---+
 
 A kernel has at most one (kernel_session.py). ownership.py tells which side assigned a name last;
 ``launch`` starts, calls and ends ranks.
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,17 +26,9 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launch.control.call import labelled
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.run import Run, call_of, results_now
-from notebook_accel.launch.text import wording
-from notebook_accel.launch.text.used_names import (
-    PROVIDED,
-    CellNames,
-    names_of,
-    submodules,
-    without_watcher,
-)
+from notebook_accel.launch.text import used_names, wording
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
 from notebook_accel.notebook.cell_setup import read_setup
@@ -47,15 +39,7 @@ from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import show_values
 from notebook_accel.notebook.tracebacks import cell_sources
 from notebook_accel.notebook.views import choose_view
-from notebook_accel.notebook.worker.calls import (
-    CellCall,
-    CellOutcome,
-    DebugAnswer,
-    DebugCall,
-    FunctionCall,
-    NamesCall,
-    NamesOutcome,
-)
+from notebook_accel.notebook.worker import calls
 from notebook_accel.system.processes import describe_exit
 
 _DEBUG = "`%accelerate debug` looks into its frames"
@@ -64,25 +48,6 @@ _NEW_RANKS = "The next cell gets new ranks, since this one's device fails for go
 # Between two looks at whether the person has interrupted; as in launch/control/call.py.
 _SLICE_SECONDS = 0.05
 _PLAIN = "text/plain"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellOptions:
-    """The options of a ``%%accelerate`` cell.
-
-    Attributes:
-        ranks: the ranks that run the cell; None for all.
-        pulls_each_rank: a pulled name becomes a list of all ranks' values, else the lowest rank's.
-        push: names copied even if the session assigned them last.
-        pushes_used: whether variables that the cell uses are pushed too.
-    """
-
-    ranks: frozenset[int] | None = None
-    pull: tuple[str, ...] = ()
-    pulls_each_rank: bool = False
-    push: tuple[str, ...] = ()
-    pushes_used: bool = True
-    in_background: bool = False
 
 
 class NotebookSession:
@@ -110,12 +75,12 @@ class NotebookSession:
             LaunchError: the ranks could not be started.
         """
         self.config = config
-        self.names: frozenset[str] = frozenset(PROVIDED)
+        self.names: frozenset[str] = frozenset(used_names.PROVIDED)
         self.cells: dict[int, str] = {}
         self.left_out: dict[int, str] = {}
         self._shell: Any = shell
         self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
-        self._owners.note_session_assigned(PROVIDED)
+        self._owners.note_session_assigned(used_names.PROVIDED)
         self._notices = tuple(notices)
         self.rank_at_fault: int | None = None
         # How each call has ended is noted before the next one is made, so that nothing depends on
@@ -123,7 +88,10 @@ class NotebookSession:
         self._noted: Run | None = None
         # What the ranks repeated of the notebook's settings of libraries, by key.
         self._setup: dict[str, bytes] = {}
-        self._sent: tuple[CellCall | FunctionCall | None, frozenset[str]] = (None, frozenset())
+        self._sent: tuple[calls.CellCall | calls.FunctionCall | None, frozenset[str]] = (
+            None,
+            frozenset(),
+        )
         # Whether all ranks had a process group that they have left since: the next cell or function
         # call makes it anew. Whether they have names that they could not tell: a call raised.
         self._has_lost_group = False
@@ -151,19 +119,21 @@ class NotebookSession:
 
     def run_cell(
         self,
-        text: str,
-        source: CellSource,
+        request: calls.CellCall,
         *,
         code: str,
-        first_line: int,
         number: int,
-        options: CellOptions,
+        push: tuple[str, ...] = (),
+        pushes_used: bool = True,
+        in_background: bool = False,
     ) -> Run:
         """Run a cell on the ranks, show the value of its last expression, and pull names.
 
         Args:
-            text: the cell without its magic's line; ``code`` is the same as plain Python.
-            source: the whole cell, which tracebacks quote; ``text`` begins at its ``first_line``.
+            request: the cell, to which the names that it uses are added.
+            code: its text as plain Python; ``number`` is that of its execution.
+            push: names copied even if the session assigned them last.
+            pushes_used: whether variables that the cell uses are pushed too.
 
         Raises:
             ConfigError: there is no such rank, or no such name to push.
@@ -172,37 +142,28 @@ class NotebookSession:
             WorkerError, RunStopped: as a launch; after a ``breakpoint()``, once the
                 user has left the debugger.
         """
-        self._check_ranks(options.ranks or ())
+        self._check_ranks(request.ranks or ())
         self._await_turn()
-        found = names_of(code)
-        push = self._plan_push(found.used if options.pushes_used else (), options.push)
-        request = CellCall(
-            text=text,
-            source=source,
-            first_line=first_line,
-            label=f"In[{number}]",
-            mentions=found.used,
-            imports=submodules(found.dotted, self._shell.user_ns),
-            ranks=options.ranks,
-            renews_group=self._has_lost_group,
-            pull=options.pull,
-            pull_from=None if options.pulls_each_rank else min(options.ranks or [0]),
-        )
+        found = used_names.names_of(code)
+        request.mentions = found.used
+        request.imports = used_names.submodules(found.dotted, self._shell.user_ns)
+        request.renews_group = self._has_lost_group
+        planned = self._plan_push(found.used if pushes_used else (), push)
         self.left_out[number] = "did not end well"
-        block = not options.in_background
+        block = not in_background
         steps, lost = read_setup(self._shell)
         try:
             run = self._begin(
                 request,
-                push,
+                planned,
                 LaunchRequest(
                     config=self.config,
                     view=choose_view("auto", waits=block, is_cell=block),
-                    sources=[source, *cell_sources(self._shell)],
+                    sources=[request.source, *cell_sources(self._shell)],
                     setup=steps,
                     notices=lost,
                     block=block,
-                    asked=options.ranks,
+                    asked=request.ranks,
                 ),
             )
         except WorkerError as error:
@@ -210,7 +171,7 @@ class NotebookSession:
                 debug(self.ask_debuggers, error.rank, lambda: self.rank_at_fault)
             raise
         conclude = partial(self._conclude, run, request, number, found.certain)
-        if options.in_background:
+        if in_background:
             self._follow_in_background(run, conclude)
         else:
             conclude(None)
@@ -252,7 +213,7 @@ class NotebookSession:
         mentions = frozenset([name]) if is_ours else frozenset()
         with suppress(Exception):
             mentions |= names_used((function, request.args, request.kwargs))
-        called = FunctionCall(
+        called = calls.FunctionCall(
             function=function,
             args=tuple(request.args),
             kwargs=dict(request.kwargs),
@@ -261,7 +222,9 @@ class NotebookSession:
         )
         return self._begin(called, self._plan_push(mentions), request)
 
-    def _begin(self, called: CellCall | FunctionCall, push: Push, request: LaunchRequest) -> Run:
+    def _begin(
+        self, called: calls.CellCall | calls.FunctionCall, push: Push, request: LaunchRequest
+    ) -> Run:
         """Call the ranks and send variables along; the function in ``request`` is not used."""
         called.fills = push.fills
         self._owners.note_call()
@@ -299,7 +262,7 @@ class NotebookSession:
     def _conclude(
         self,
         run: Run,
-        request: CellCall,
+        request: calls.CellCall,
         number: int,
         assigned: frozenset[str],
         slot: DisplaySlot | None,
@@ -309,7 +272,7 @@ class NotebookSession:
         ``assigned``: ranks miss a name that was assigned the very same object again. No slot is the
         running cell. NotebookAccelError if a name to pull does not exist.
         """
-        outcomes: list[CellOutcome | None] = results_now(run)
+        outcomes: list[calls.RankAnswer | None] = results_now(run)
         if all(rank.returned for rank in run.state.ranks):
             self._owners.note_session_assigned(assigned)
             if request.ranks is None:
@@ -323,14 +286,14 @@ class NotebookSession:
         if run.state.failure is None and None not in asked:
             self._assign(request.pull, outcomes, request.pull_from)
 
-    def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
+    def _take(self, outcomes: Iterable[calls.RankAnswer | None]) -> None:
         """Record the ranks' variables and assignments; nothing if one has not answered (None)."""
         answers = [one for one in outcomes if one is not None]
         if len(answers) < len(self.session.processes):
             return
         self._owners.note_session_assigned({name for one in answers for name in one.assigned})
         self._owners.note_uses([one.uses for one in answers])
-        names = [one.names.union(PROVIDED) for one in answers]
+        names = [one.names.union(used_names.PROVIDED) for one in answers]
         self.names = frozenset[str]().union(*names)
         self._owners.keep_only(names)
         self._has_unreported_names = False
@@ -380,7 +343,7 @@ class NotebookSession:
         if not self.is_usable:
             raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")
         if self._has_unreported_names:
-            self._take(self._ask(NamesCall()))
+            self._take(self._ask(calls.NamesCall()))
 
     def _note_end(self) -> None:
         """Record once how the newest call has ended, before the next one is made."""
@@ -409,7 +372,7 @@ class NotebookSession:
         return is_followed or not call_of(call).ended.is_set()
 
     def _ask(
-        self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None
+        self, request: calls.NamesCall | calls.DebugCall, names: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """Return each rank's answer to a request, in a call that ``runs()`` does not list."""
         self._sent = None, frozenset()
@@ -430,7 +393,7 @@ class NotebookSession:
             return ""
         # What the notebook has of them is pushed again.
         lost = (name for name in sorted(self.names) if not self._owners.is_ours(name))
-        names = ", ".join(f"`{name}`" for name in lost if name not in PROVIDED)
+        names = ", ".join(f"`{name}`" for name in lost if name not in used_names.PROVIDED)
         return (
             f"new ranks: the device of rank {self.rank_at_fault} failed for good, and what the "
             f"session had is gone: {names or 'no names'}"
@@ -448,7 +411,9 @@ class NotebookSession:
         """
         self._check_ranks([] if rank is None else [rank])
         self._await_turn()
-        outcomes: list[NamesOutcome] = self._ask(NamesCall(pull=tuple(names), pull_from=rank))
+        outcomes: list[calls.RankAnswer] = self._ask(
+            calls.NamesCall(pull=tuple(names), pull_from=rank)
+        )
         self._take(outcomes)
         self._assign(names, outcomes, rank)
 
@@ -461,11 +426,11 @@ class NotebookSession:
         """
         self._await_turn()
         push = self._plan_push((), names)
-        self._take(self._ask(NamesCall(), push.values))
+        self._take(self._ask(calls.NamesCall(), push.values))
         self._owners.note_pushed(push)
 
     def _assign(
-        self, names: Sequence[str], outcomes: Sequence[NamesOutcome | None], rank: int | None
+        self, names: Sequence[str], outcomes: Sequence[calls.RankAnswer | None], rank: int | None
     ) -> None:
         """Assign values as ``pull`` says; None for a rank that did not answer, or lacks a name."""
         answers = {number: one for number, one in enumerate(outcomes) if one is not None}
@@ -505,14 +470,16 @@ class NotebookSession:
             and missing not in self._shell.user_ns
         ):
             where = f"lives in the session: `%accelerate pull {missing}`"
-            if missing in PROVIDED:
+            if missing in used_names.PROVIDED:
                 # Each rank has its own, and an accelerator may not have been made yet.
                 where = "is there in the cells of `%%accelerate`"
             sys.stderr.write(f"`{missing}` {where}\n")
         is_the_notebooks = result.success and not text.lstrip().startswith("%%accelerate")
-        names = CellNames()
+        names = used_names.CellNames()
         if is_the_notebooks:
-            names = names_of(self._shell.transform_cell(without_watcher(text)))
+            names = used_names.names_of(
+                self._shell.transform_cell(used_names.without_watcher(text))
+            )
         self._owners.note_assigned(names.assigned)
 
     # ---- the session -----------------------------------------------------------------------
@@ -541,9 +508,9 @@ class NotebookSession:
         self._check_ranks([] if rank is None else [rank])
         return self.session.stacks(rank)
 
-    def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
+    def ask_debuggers(self, request: calls.DebugCall) -> list[calls.DebugAnswer | None]:
         self._await_turn()
-        answers: list[DebugAnswer | None] = self._ask(request)
+        answers: list[calls.DebugAnswer | None] = self._ask(request)
         return answers
 
     def end(self) -> None:

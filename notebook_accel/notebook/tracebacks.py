@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -33,7 +33,18 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
     """Return cells, newest first, a million characters in all; [] for no shell."""
     if shell is None:
         return []
-    numbers = cell_numbers(shell)
+    # The numbers of cells by the file names of their code.
+    names = list(linecache.cache)
+    label: Any = getattr(shell.compile, "format_code_name", None)
+    if label is not None:
+        labels = {name: label(name) for name in names}
+        # ("Cell", "In[3]"), and nothing of what is no cell
+        numbers = {name: int(said[1][3:-1]) for name, said in labels.items() if said}
+    else:  # IPython 7 has no labels: its history says which cell had which text.
+        cells = enumerate(shell.user_ns.get("In", ()))
+        history = {text.rstrip(): number for number, text in cells if text.strip()}
+        texts = {name: "".join(linecache.getlines(name)).rstrip() for name in names}
+        numbers = {name: history[text] for name, text in texts.items() if text in history}
     newest = sorted(numbers, key=lambda filename: numbers[filename], reverse=True)
     found: list[CellSource] = []
     room = _MAX_CHARACTERS
@@ -44,21 +55,6 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
             break
         found.append(CellSource(filename, f"Cell In[{numbers[filename]}]", text))
     return found
-
-
-def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
-    """By the file name of each cell's code."""
-    names = list(linecache.cache)
-    label: Any = getattr(shell.compile, "format_code_name", None)
-    if label is not None:
-        labels = {name: label(name) for name in names}
-        # ("Cell", "In[3]"), and nothing of what is no cell
-        return {name: int(said[1][3:-1]) for name, said in labels.items() if said}
-    # IPython 7 has no labels: its history says which cell had which text.
-    cells = enumerate(shell.user_ns.get("In", ()))
-    history = {text.rstrip(): number for number, text in cells if text.strip()}
-    numbers = {name: history.get("".join(linecache.getlines(name)).rstrip()) for name in names}
-    return {name: number for name, number in numbers.items() if number is not None}
 
 
 @contextmanager

@@ -32,15 +32,16 @@ def keep_reading(kernel: Any) -> None:
     """Make ipykernel 7.0 to 7.3 poll its shell socket; other versions, and None, are left alone."""
     thread: Any = getattr(kernel, "shell_channel_thread", None)
     version = importlib.metadata.version("ipykernel").split(".")[:2]
-    if thread is not None and tuple(map(int, version)) < (7, 4):
-        thread.io_loop.add_callback(_look, thread.io_loop, kernel.shell_stream)
+    if thread is None or tuple(map(int, version)) >= (7, 4):
+        return
 
+    def look() -> None:
+        # Closed where the kernel shuts down.
+        if not kernel.shell_stream.closed():
+            kernel.shell_stream.flush()
+            thread.io_loop.call_later(_LOOK_SECONDS, look)
 
-def _look(loop: Any, stream: Any) -> None:
-    # Closed where the kernel shuts down.
-    if not stream.closed():
-        stream.flush()
-        loop.call_later(_LOOK_SECONDS, functools.partial(_look, loop, stream))
+    thread.io_loop.add_callback(look)
 
 
 def prepare(shell: Any) -> None:

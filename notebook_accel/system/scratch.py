@@ -52,13 +52,9 @@ def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
     for path in _SHARED.glob(f"sem.{_name(run, agent)}-*"):
         with contextlib.suppress(OSError):
             path.unlink()
-    _remove_tensors(used_by)
-
-
-def _remove_tensors(pids: Collection[int]) -> None:
-    """Remove tensors that dead processes have left in shared memory."""
-    # A process that lives under this pid is a newer one, which has the number now.
-    prefixes = tuple(f"torch_{pid}_" for pid in pids if not processes.lives(pid))
+    # Tensors in shared memory. A process that lives under a pid is a newer one, which has the
+    # number now.
+    prefixes = tuple(f"torch_{pid}_" for pid in used_by if not processes.lives(pid))
     with contextlib.suppress(OSError):
         for name in os.listdir(_SHARED):
             if name.startswith(prefixes):

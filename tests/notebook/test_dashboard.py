@@ -19,6 +19,7 @@ from notebook_accel.notebook import dashboard, display_slot, live_panel
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.render import panel
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.widgets import classes, field, inside, live_widgets, part
 from tests.waiting import eventually
@@ -322,7 +323,7 @@ def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.Mon
     shown = Shown(logs=logs)
     assert page.placed
     with monkeypatch.context() as context:
-        context.setattr(live_panel, "render_panel", fail)
+        context.setattr(panel, "render_panel", fail)
         for _ in range(2):
             assert drawn.wait(10)
             drawn.clear()

@@ -18,12 +18,11 @@ from typing import Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.scripts.export import lines_for, script_text
+from notebook_accel.launch.text import used_names
 from notebook_accel.launch.text.used_names import PROVIDED, is_history, names_of, without_watcher
 
 # Magics that run the code beside them.
 _RUNNERS = ("prun", "run", "time", "timeit")
-# What IPython puts into a notebook beside its history.
-_OF_IPYTHON = ("exit", "get_ipython", "open", "quit")
 _MADE_BY = {
     "rank": "rank = accelerator.process_index",
     "world_size": "world_size = accelerator.num_processes",
@@ -64,7 +63,7 @@ def script_of_cells(
         provided |= used & {"display", *PROVIDED}
         needed |= {name for name in used & namespace.keys() if not is_history(name)}
         assigned |= names.assigned
-    needed -= {"display", *PROVIDED, *_OF_IPYTHON}
+    needed -= {"display", *PROVIDED, *used_names.OF_IPYTHON}
     blocks = [lines_for(needed, sources, namespace), _provided(provided, mixed_precision)]
     blocks += [f"# ---- In[{number}]\n{text.strip()}\n" for number, text in texts.items()]
     body = "\n".join(block for block in blocks if block.strip())

@@ -28,7 +28,7 @@ from typing import Any
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.text.used_names import is_history, names_of
+from notebook_accel.launch.text.used_names import is_history, names_of, parsed
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
@@ -155,12 +155,8 @@ def _statements(cells: Sequence[str], known: Mapping[str, Any]) -> list[_Stateme
 
 def _nodes(cell: str) -> Iterator[tuple[ast.stmt, str]]:
     """Yield each statement of a cell with its text; none if the cell is not Python."""
-    try:
-        body = ast.parse(cell).body
-    except (SyntaxError, ValueError, RecursionError):
-        return
     lines, begin = cell.encode().split(b"\n"), 0
-    for node in body:
+    for node in parsed(cell).body:
         end = node.end_lineno or node.lineno
         if re.match(r"get_ipython\(\).run_cell_magic\('(time|capture)'", ast.unparse(node)):
             yield from _nodes(node.value.args[-1].value)  # type: ignore[attr-defined]

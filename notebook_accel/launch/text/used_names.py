@@ -28,6 +28,8 @@ from typing import Any
 PROVIDED = ("accelerator", "device", "rank", "world_size")
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
+# What IPython puts into a notebook beside its history.
+OF_IPYTHON = ("exit", "get_ipython", "open", "quit")
 _OF_PYTHON = re.compile(r"__.*__|__+")
 # A name, but not the letters before a text, as in f"{x}".
 _IDENTIFIER = re.compile(r"(?![rbfuRBFU]{1,2}['\"])\b[^\W\d]\w*")
@@ -68,6 +70,14 @@ def names_of(text: str) -> CellNames:
         assigned=frozenset(reader.assigned),
         certain=frozenset(certain),
     )
+
+
+def parsed(text: str) -> ast.Module:
+    """Return the syntax tree of a cell; an empty one for a cell that is no Python."""
+    try:
+        return ast.parse(text)
+    except _NO_PYTHON:
+        return ast.Module([], [])
 
 
 def submodules(dotted: Iterable[str], namespace: Mapping[str, Any]) -> frozenset[str]:

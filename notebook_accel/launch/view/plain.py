@@ -219,22 +219,14 @@ class PlainView(PlainOnDemand):
         new = [text for text in state.notices if text not in self._notices]
         self._say(one_line(text, _MAX_WIDTH) for text in new)
         self._notices = state.notices
-        self._print_hang(state)
-        self.print_output(run, state)
-
-    def _print_hang(self, state: RunState) -> None:
-        """Print a line about a new hang; if the hang is certain, print the ranks' stacks, too.
-
-        In a hang, ranks wait for one another in vain, or a rank's process is suspended.
-        """
+        # In a hang, ranks wait for one another in vain, or a rank's process is suspended.
         hang = state.hang
         before, self._hang_text = self._hang_text, hang.text if hang else ""
-        if hang is None or hang.text == before:
-            return
-        self._say([hang_line(state)])
-        if hang.is_certain:
-            for ranks, stack in hang.stacks[:_MAX_STACKS]:
+        if hang is not None and hang.text != before:
+            self._say([hang_line(state)])
+            for ranks, stack in hang.stacks[:_MAX_STACKS] if hang.is_certain else ():
                 self.write([f"stack of {wording.rank_list(ranks)}:", plain_text(stack.rstrip())])
+        self.print_output(run, state)
 
 
 def _printable(line: str) -> str:

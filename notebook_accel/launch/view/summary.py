@@ -12,15 +12,7 @@ from notebook_accel.launch.control.curves import main_metric
 from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
-from notebook_accel.launch.view.progress import (
-    counted_items,
-    last_values,
-    memory_of,
-    name_of,
-    named_lines,
-    progress_lines,
-    progress_text,
-)
+from notebook_accel.launch.view import progress
 from notebook_accel.launch.view.step_times import step_lines, step_table
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
@@ -65,7 +57,7 @@ def best_value(state: RunState) -> str:
     """Return the best value of the main metric as text, ``best accuracy 0.91``; "" for none."""
     best = state.ranks[0].best
     main = main_metric(best)
-    return "" if main is None else f"best {name_of(main)} {wording.number(best[main])}"
+    return "" if main is None else f"best {progress.name_of(main)} {wording.number(best[main])}"
 
 
 def facts(state: RunState) -> list[str]:
@@ -159,7 +151,7 @@ def slowest_first(state: RunState) -> list[RankState]:
     }
 
     def key(rank: RankState) -> tuple[int, float, int]:
-        line, (items, _) = progress_lines(rank)[0], counted_items(rank)
+        line, (items, _) = progress.progress_lines(rank)[0], progress.counted_items(rank)
         far = line.fraction if line.fraction is not None else float(items)
         return order.get(live_condition(rank, state), 5), far, rank.rank
 
@@ -200,16 +192,16 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
     Args:
         seconds: how long the run has taken; the rate of a rank without bars is a mean over it.
     """
-    items, _ = counted_items(rank)
+    items, _ = progress.counted_items(rank)
     throughput = items / seconds if seconds > 0 else None
     status = condition(rank)
     return (
         str(rank.rank),
         f"{SIGNS.get(status, '●')} {status}",
-        progress_text(rank, throughput=throughput)[:_MAX_PROGRESS],
+        progress.progress_text(rank, throughput=throughput)[:_MAX_PROGRESS],
         # That of the bar which the progress names last.
-        named_lines(rank, throughput=throughput)[-1].rate,
-        memory_of(rank),
+        progress.named_lines(rank, throughput=throughput)[-1].rate,
+        progress.memory_of(rank),
     )
 
 
@@ -228,8 +220,8 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     lines += [f"⚠ {line}" for line in warning_lines(state)]
     if state.hang is not None:
         lines.append(hang_line(state))
-    metrics = list(last_values(state).items())
-    lines += [f"{name_of(name)}: {value}" for name, value in metrics[:MAX_NAMED_METRICS]]
+    metrics = list(progress.last_values(state).items())
+    lines += [f"{progress.name_of(name)}: {value}" for name, value in metrics[:MAX_NAMED_METRICS]]
     if len(metrics) > MAX_NAMED_METRICS:
         lines.append(f"… and {len(metrics) - MAX_NAMED_METRICS:,} more in run.metrics")
     return lines
@@ -241,8 +233,8 @@ def values_line(state: RunState) -> str:
     The line is "" without metrics. Of many metrics, only the first are in it, and a count of the
     others.
     """
-    metrics = list(last_values(state).items())
-    parts = [f"{name_of(name)} {value}" for name, value in metrics[:_MAX_IN_LINE]]
+    metrics = list(progress.last_values(state).items())
+    parts = [f"{progress.name_of(name)} {value}" for name, value in metrics[:_MAX_IN_LINE]]
     if len(metrics) > _MAX_IN_LINE:
         parts.append(f"and {len(metrics) - _MAX_IN_LINE:,} more in run.metrics")
     return ", ".join(parts)

@@ -1,6 +1,6 @@
 """The requests that a notebook sends to the ranks of its session, and their answers.
 
-    notebook: CellCall(...) --Session.call--> rank: request(**names) --> CellOutcome
+    notebook: CellCall(...) --Session.call--> rank: request(**names) --> RankAnswer
 
 The notebook makes an instance of a request class, and each rank calls that instance. The arguments
 of the call are the variables that the notebook pushes along. A rank answers with the changes of its
@@ -31,10 +31,12 @@ from notebook_accel.rank import this_rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamesOutcome:
-    """A rank's report on its variables, in answer to a request.
+class RankAnswer:
+    """A rank's answer to a request: a report on its variables, and the value of a cell.
 
     Attributes:
+        value: of a cell's last expression by MIME type, binary data in base64; None where there is
+            none, or no cell ran.
         assigned: names bound to another object since its last report.
         uses: the globals that the code behind a name uses, where that may have changed.
         last_push: number of the newest call that pushed variables here; 0 for none.
@@ -45,17 +47,6 @@ class NamesOutcome:
     uses: Mapping[str, frozenset[str]] = field(default_factory=dict)
     pulled: Mapping[str, Any] = field(default_factory=dict)
     last_push: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellOutcome(NamesOutcome):
-    """A rank's answer to a cell.
-
-    Attributes:
-        value: of its last expression by MIME type, binary data in base64; None where there is none,
-            or the cell did not run.
-    """
-
     value: Mapping[str, str] | None = None
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
@@ -76,16 +67,18 @@ class NamesCall:
     pull_from: int | None = None
     fills: frozenset[str] = frozenset()
 
-    def __call__(self, /, **names: Any) -> NamesOutcome:
+    def __call__(self, /, **names: Any) -> RankAnswer:
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
-        return NamesOutcome(**self.report(namespace))
+        return self.outcome(namespace)
 
-    def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the fields of a :class:`NamesOutcome`; ``mentions`` as in ``Namespace.report``."""
+    def outcome(
+        self, namespace: Any, mentions: Iterable[str] = (), value: Any = None
+    ) -> RankAnswer:
+        """``mentions`` are functions and classes that may use other globals now."""
         is_asked = self.pull_from in (None, this_rank.current().rank)
-        report: dict[str, Any] = namespace.report(self.pull if is_asked else (), mentions)
-        return report
+        report = namespace.report(self.pull if is_asked else (), mentions)
+        return RankAnswer(value=value, **report)
 
 
 @dataclass(kw_only=True)
@@ -117,7 +110,7 @@ class CellCall(NamesCall):
         # What lines for the person call the function that a run calls.
         self.__name__ = self.label
 
-    def __call__(self, /, **names: Any) -> CellOutcome:
+    def __call__(self, /, **names: Any) -> RankAnswer:
         """Raises whatever the cell raises; the value is None where the cell did not run."""
         __tracebackhide__ = True
         namespace = _rank_namespace()
@@ -130,7 +123,7 @@ class CellCall(NamesCall):
         value = None
         if self.ranks is None or this_rank.current().rank in self.ranks:
             value = namespace.shell.run(self.text, self.source, self.first_line)
-        return CellOutcome(value=value, **self.report(namespace, self.mentions))
+        return self.outcome(namespace, self.mentions, value)
 
 
 @dataclass(kw_only=True)
@@ -180,11 +173,29 @@ class DebugCall:
         if kept is None or self.rank not in (None, number):
             return None
         if kept.debugger is None:
-            kept.debugger = PostMortem(kept.error)
-        answer: DebugAnswer = kept.debugger.answer(self.command)
-        if answer.is_over:
+            kept.debugger = _debugger_of(kept.error)
+        debugger = kept.debugger
+        leaves, tracer = False, sys.gettrace()
+        try:
+            if self.command is None:
+                debugger.stdout.write(f"{type(kept.error).__name__}: {error_text(kept.error)}\n")
+                debugger.print_stack_entry(debugger.stack[debugger.curindex])
+            else:
+                leaves = bool(debugger.onecmd(debugger.precmd(self.command)))
+        except Exception as error:  # a command that reads from a terminal, a __repr__ that fails
+            debugger.stdout.write(f"*** {type(error).__name__}: {error_text(error)}\n")
+        finally:
+            # pdb's `debug` leaves its own, which would stop the rank in the next function it calls.
+            sys.settrace(tracer)
+        if leaves and not debugger.quitting:  # ``continue``, which resumes nothing
+            debugger.stdout.write(_GOES_ON)
+            leaves = False
+        if leaves:
             kept.debugger = None
-        return answer
+        text = debugger.stdout.getvalue()
+        debugger.stdout.seek(0)
+        debugger.stdout.truncate()
+        return DebugAnswer(text, is_over=leaves)
 
 
 def _rank_namespace() -> Any:
@@ -201,39 +212,14 @@ _GOES_ON = (
 )
 
 
-class PostMortem:
-    """A pdb debugger in a rank, whose commands come from its caller; the frame stays selected."""
+def _debugger_of(error: BaseException) -> _Debugger:
+    """Return pdb in the frames of an error; its ``stdout`` keeps what it prints."""
+    from notebook_accel.launch.worker import main  # in a rank alone
 
-    def __init__(self, error: BaseException) -> None:
-        from notebook_accel.launch.worker import main  # in a rank alone
-
-        self._error = error
-        self._output = io.StringIO()
-        self._pdb = _Debugger(stdout=self._output, nosigint=True, readrc=False)
-        self._pdb.reset()
-        self._pdb.setup(None, _without_ours(users_frames(error, caller=main.__file__)))
-
-    def answer(self, command: str | None) -> DebugAnswer:
-        """Run a command, of which ``continue`` resumes nothing; None describes the error."""
-        leaves, tracer = False, sys.gettrace()
-        try:
-            if command is None:
-                self._output.write(f"{type(self._error).__name__}: {error_text(self._error)}\n")
-                self._pdb.print_stack_entry(self._pdb.stack[self._pdb.curindex])
-            else:
-                leaves = bool(self._pdb.onecmd(self._pdb.precmd(command)))
-        except Exception as error:  # a command that reads from a terminal, a __repr__ that fails
-            self._output.write(f"*** {type(error).__name__}: {error_text(error)}\n")
-        finally:
-            # pdb's `debug` leaves its own, which would stop the rank in the next function it calls.
-            sys.settrace(tracer)
-        if leaves and not self._pdb.quitting:
-            self._output.write(_GOES_ON)
-            leaves = False
-        text = self._output.getvalue()
-        self._output.seek(0)
-        self._output.truncate()
-        return DebugAnswer(text, is_over=leaves)
+    made = _Debugger(stdout=io.StringIO(), nosigint=True, readrc=False)
+    made.reset()
+    made.setup(None, _without_ours(users_frames(error, caller=main.__file__)))
+    return made
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:

@@ -185,7 +185,7 @@ class Namespace:
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
     def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the changes since the last report, as the fields of a ``NamesOutcome``.
+        """Return the changes since the last report, as the fields of a ``RankAnswer``.
 
         ``mentions`` are functions and classes that may use other globals now.
         """
@@ -217,16 +217,10 @@ class Namespace:
 
     def _may_use(self, mentions: Iterable[str], name: str) -> bool:
         """Also where a mentioned value uses ``name`` indirectly."""
-        seen: set[str] = set()
-        waiting = list(mentions)
-        while waiting:
-            mention = waiting.pop()
-            if mention == name:
-                return True
-            if mention not in seen:
-                seen.add(mention)
-                waiting += globals_used(self._names.get(mention), self._names)
-        return False
+        waiting = list(dict.fromkeys(mentions))
+        for mention in waiting:  # it grows
+            waiting += globals_used(self._names.get(mention), self._names) - {*waiting}
+        return name in waiting
 
 
 def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
