@@ -202,7 +202,5 @@ def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], lis
         if name in given and in_file.get(name):
             given[name] = {**in_file[name], **given[name]}
     config, others = resolve(given, in_file)
-    given_machines = {
-        _MACHINES[name]: value for name, value in machines.items() if value is not None
-    }
-    return config, given_machines, notices + others
+    named = {_MACHINES[name]: value for name, value in machines.items() if value is not None}
+    return config, named, notices + others

@@ -107,22 +107,22 @@ def as_env(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a {type(value).__name__}: {expected}")
     for variable, text in value.items():
+        wrong = ""
         if not isinstance(variable, str):
-            raise ConfigError(f"env has a name of type {type(variable).__name__}: {expected}")
-        if not variable or "=" in variable or "\0" in variable:
+            wrong = f"a name of type {type(variable).__name__}: {expected}"
+        elif not variable or "=" in variable or "\0" in variable:
             # What stands after a "=" is most likely the text.
             before, sign, _ = variable.partition("=")
-            raise ConfigError(
-                f"env has the name {shown(before + sign)}: expected names that are not empty and "
-                "have no '=' and no NUL character"
+            wrong = (
+                f"the name {shown(before + sign)}: expected names that are not empty and have no "
             )
-        if not isinstance(text, str):
-            kind = type(text).__name__
-            raise ConfigError(f"{name} has {shown(variable)} of type {kind}: {expected}")
-        if "\0" in text:
-            raise ConfigError(
-                f"env has {shown(variable)} with a NUL character in its text: leave it out"
-            )
+            wrong += "'=' and no NUL character"
+        elif not isinstance(text, str):
+            wrong = f"{shown(variable)} of type {type(text).__name__}: {expected}"
+        elif "\0" in text:
+            wrong = f"{shown(variable)} with a NUL character in its text: leave it out"
+        if wrong:
+            raise ConfigError(f"env has {wrong}")
     return {str.__str__(each): str.__str__(text) for each, text in value.items()}
 
 
