@@ -305,13 +305,11 @@ def test_the_handle_comes_before_the_machines(
 def test_a_notebook_shows_the_command_until_the_machines_have_joined(other: OtherMachine) -> None:
     with open_notebook() as notebook:
         notebook.run(
-            "from notebook_accel import notebook_launcher\nimport time\n"
-            "def train(): time.sleep(4)\n"
+            "from notebook_accel import notebook_launcher\n"
+            "def train(): return 1\n"
             "run = notebook_launcher(train, num_nodes=2, num_processes=1, devices='cpu', "
             "master_addr='127.0.0.1', block=False)"
         )
-        notebook.run("time.sleep(3)")
-        assert notebook.run("print(run.status)") == "starting\n"
         found: list[tuple[str, str]] = []
 
         def is_shown() -> bool:
@@ -322,6 +320,7 @@ def test_a_notebook_shows_the_command_until_the_machines_have_joined(other: Othe
             return bool(found) and "Stop" in notebook.kernel.buttons
 
         assert notebook.kernel.listen_until(is_shown, seconds=BUSY)
+        assert notebook.run("print(run.status)") == "starting\n"
         other.join(found[0][1], found[0][0])
         assert notebook.run("print(len(run.wait(60).results))") == "2\n"
         assert notebook.kernel.listen_until(

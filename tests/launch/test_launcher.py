@@ -509,32 +509,27 @@ def train_in_long_steps(folder: str, seconds: float) -> None:
             file.write("interrupted")
 
 
-def test_a_long_step_is_let_finish(tmp_path: Path) -> None:
-    run = on_cpu(train_in_long_steps, str(tmp_path), 2.2, block=False, grace=0.5)
+@pytest.mark.parametrize(
+    ("seconds", "num_before", "waits_for"),
+    [(2.2, 2, "a step of about 2 s"), (6.5, 1, "its first step")],
+)
+def test_a_long_step_is_let_finish(
+    seconds: float, num_before: int, waits_for: str, tmp_path: Path
+) -> None:
+    run = on_cpu(train_in_long_steps, str(tmp_path), seconds, block=False, grace=0.5)
     eventually(
-        lambda: all(one.batches == 2 for one in run.state.ranks), within=SOON, what="second steps"
+        lambda: all(one.batches == num_before for one in run.state.ranks),
+        within=SOON,
+        what="they are in that step",
     )
     run.stop()
     with pytest.raises(RunStopped):
         run.wait(SOON)
-    done = {(tmp_path / str(rank)).read_text() for rank in range(2)}
-    assert len(done) == 1, "both have left at one step"
-    assert set(done.pop().split()) == {"step"}
-    assert "Stop waits: rank 0 is in a step of about 2 s (Stop again interrupts it)" in "".join(
-        run.state.notices
-    )
-
-
-def test_a_first_step_is_let_finish_too(tmp_path: Path) -> None:
-    run = on_cpu(train_in_long_steps, str(tmp_path), 6.5, block=False, grace=0.5)
-    eventually(
-        lambda: all(one.batches == 1 for one in run.state.ranks), within=SOON, what="first steps"
-    )
-    run.stop()
-    with pytest.raises(RunStopped):
-        run.wait(SOON)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["step "] * 2
-    said = "Stop waits: rank 0 is in its first step (Stop again interrupts it)"
+    done = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert done[0] == done[1], "both have left at one step"
+    assert set(done[0].split()) == {"step"}
+    assert num_before > 1 or done[0] == "step "
+    said = f"Stop waits: rank 0 is in {waits_for} (Stop again interrupts it)"
     assert said in "".join(run.state.notices)
 
 

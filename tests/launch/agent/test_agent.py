@@ -237,6 +237,19 @@ def test_a_failure_elsewhere_ends_the_call_here(agent: AgentByHand) -> None:
     assert failures(agent, 2) == {0: "ended by us", 1: "ended by us"}
 
 
+def test_the_death_of_a_rank_ends_the_call(agent: AgentByHand) -> None:
+    def die() -> None:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sleeps()
+
+    agent.launch(2)
+    agent.call(die, last=True)
+    ends = {end.rank: end for end in agent.all_of(wire.RankEnded, 2)}
+    assert (ends[0].signal, ends[0].ended_by_agent) == (signal.SIGKILL, False)
+    assert (ends[1].signal, ends[1].ended_by_agent) == (signal.SIGTERM, True)
+
+
 def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent: AgentByHand) -> None:
     pid = agent.launch(1).pids[0]
     agent.wait_for(wire.RankReady)

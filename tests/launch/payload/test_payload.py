@@ -302,18 +302,6 @@ def test_only_what_is_used_travels_and_main_is_one_namespace(notebook: Notebook)
     assert notebook["counter"] == 0
 
 
-def test_redefined_functions_reach_the_next_launch(notebook: Notebook) -> None:
-    notebook.cell("""
-        def helper(): return "old"
-        class Net:
-            def go(self): return helper()
-        def train(): return Net().go(), Net
-    """)
-    assert notebook.launch("train")[0] == "old"
-    notebook.cell("def helper(): return 'new'")
-    assert notebook.launch("train") == ("new", notebook["Net"])
-
-
 def test_what_a_library_has_at_a_name_travels_by_it_where_it_cannot_be_pickled(
     notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

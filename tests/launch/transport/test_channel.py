@@ -23,7 +23,6 @@ from tests.descriptors import open_descriptors
 
 SOON = 5.0
 BIG = "x" * 3_000_000
-MAGIC = b"notebook-accel %03d" % wire.VERSION
 
 
 @pytest.fixture(autouse=True)
@@ -132,13 +131,6 @@ def _raises_at(instant: int, act: Callable[[], Any]) -> bool:
     finally:
         sys.settrace(before)
     return False
-
-
-def test_a_message_arrives_as_it_was(pair: tuple[Channel, Channel]) -> None:
-    one, other = pair
-    message = wire.Metric(rank=3, values={"loss": 0.5}, step=7)
-    one.send(message)
-    assert other.receive() == (message, [])
 
 
 def test_frames_split_at_any_byte(raw: tuple[socket.socket, Channel]) -> None:

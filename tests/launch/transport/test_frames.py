@@ -81,14 +81,6 @@ def text(message: wire.Message) -> str:
 # ---- segments ------------------------------------------------------------------------------
 
 
-def test_a_segment_arrives_as_a_segment(pair: tuple[FramedChannel, FramedChannel]) -> None:
-    one, other = pair
-    post(one, 3, BIG)
-    ((message, fds),) = pump(one, other, 1)
-    assert message.rank == 3
-    assert value(message, fds) == BIG
-
-
 def test_both_ways_at_once(pair: tuple[FramedChannel, FramedChannel]) -> None:
     one, other = pair
     post(one, 0, BIG)

@@ -185,58 +185,45 @@ def played() -> dict[str, dict[str, Any]]:
         return dict(zip(SCENES, pool.map(play, SCENES.values()), strict=True))
 
 
-def test_loops(played: dict[str, Any]) -> None:
-    assert played["loops"]["bars"] == [
-        ["plain", 3, 3, True],
-        ["a range", 4, 4, True],
-        ["auto", 5, 5, True],
-        ["empty", 0, 0, True],
-        ["no total", 6, None, True],
-        ["left", 0, 10, True],
-        ["no end", 0, None, True],
-    ]
+@pytest.mark.parametrize(
+    ("scene", "bars"),
+    [
+        (
+            "loops",
+            [
+                ["plain", 3, 3, True],
+                ["a range", 4, 4, True],
+                ["auto", 5, 5, True],
+                ["empty", 0, 0, True],
+                ["no total", 6, None, True],
+                ["left", 0, 10, True],
+                ["no end", 0, None, True],
+            ],
+        ),
+        ("notebook", [["a", 2, 2, True], ["b", 3, 3, True], ["c", 4, 4, True]]),
+        ("subclass", [["mine", 10, 10, True]]),
+        ("nested", [["outer", 2, 2, True], ["inner", 3, 3, True], ["inner", 3, 3, True]]),
+        ("manual", [["renamed", 7, 50, True]]),
+        ("write", [["loop", 3, 3, True]]),
+        ("own file", [["out", 3, 3, True]]),
+        ("disabled", []),
+        ("maps", [["enumerate", 2, 2, True], ["zip", 3, 3, True], ["map", 2, 2, True]]),
+        ("pandas", [["apply", 3, 3, True]]),
+        ("child", [["parent", 2, 5, True]]),
+        ("fast", [["fast", 20000, 20000, True]]),
+        ("dropped", [["dropped", 1, 5, True]]),
+    ],
+)
+def test_bars_report_however_they_are_made(
+    scene: str, bars: list[Any], played: dict[str, Any]
+) -> None:
+    assert played[scene]["bars"] == bars
 
 
 def test_nothing_is_drawn(played: dict[str, Any]) -> None:
     drawn = {name: scene["stderr"] for name, scene in played.items() if scene["stderr"]}
     assert drawn == {"write": "line 0\nline 1\nline 2\n"}
-
-
-def test_bars_of_notebooks(played: dict[str, Any]) -> None:
-    told = played["notebook"]["bars"]
-    assert told == [["a", 2, 2, True], ["b", 3, 3, True], ["c", 4, 4, True]]
-
-
-def test_a_subclass(played: dict[str, Any]) -> None:
-    scene = played["subclass"]
-    assert scene["bars"] == [["mine", 10, 10, True]]
-    assert (scene["updated"], scene["displayed"]) == (10, True)
-
-
-def test_nested_bars(played: dict[str, Any]) -> None:
-    outer, *inner = played["nested"]["bars"]
-    assert outer == ["outer", 2, 2, True]
-    assert inner == [["inner", 3, 3, True]] * 2
-
-
-def test_a_bar_by_hand(played: dict[str, Any]) -> None:
-    assert played["manual"]["bars"] == [["renamed", 7, 50, True]]
-    assert played["manual"]["postfix"][0] == ""
-    assert played["manual"]["postfix"][-1] == "loss=0.5"
-
-
-def test_lines_written_beside_a_bar(played: dict[str, Any]) -> None:
-    assert played["write"]["bars"] == [["loop", 3, 3, True]]
-
-
-def test_a_bar_with_a_file_of_its_own_keeps_it(played: dict[str, Any]) -> None:
-    scene = played["own file"]
-    assert "own: 100%" in scene["own"]
-    assert scene["bars"] == [["out", 3, 3, True]]
-
-
-def test_a_disabled_bar_says_nothing(played: dict[str, Any]) -> None:
-    assert played["disabled"]["bars"] == []
+    assert "own: 100%" in played["own file"]["own"], "but into a file of its own"
 
 
 def test_bars_in_threads(played: dict[str, Any]) -> None:
@@ -244,31 +231,16 @@ def test_bars_in_threads(played: dict[str, Any]) -> None:
     assert told == [["thread 3", 3, 3, True], ["thread 4", 4, 4, True]]
 
 
-def test_bars_of_helpers(played: dict[str, Any]) -> None:
-    assert played["maps"]["bars"] == [
-        ["enumerate", 2, 2, True],
-        ["zip", 3, 3, True],
-        ["map", 2, 2, True],
-    ]
+def test_bars_do_beside_what_they_did(played: dict[str, Any]) -> None:
+    assert (played["subclass"]["updated"], played["subclass"]["displayed"]) == (10, True)
+    postfix = played["manual"]["postfix"]
+    assert (postfix[0], postfix[-1]) == ("", "loss=0.5")
     assert played["maps"]["mapped"] == [1, 2]
-
-
-def test_pandas(played: dict[str, Any]) -> None:
-    assert played["pandas"]["bars"] == [["apply", 3, 3, True]]
     assert played["pandas"]["applied"] == [2, 3, 4]
 
 
-def test_a_forked_child_says_nothing(played: dict[str, Any]) -> None:
-    scene = played["child"]
-    assert scene["told by the child"] == 0
-    assert scene["bars"] == [["parent", 2, 5, True]]
-
-
-def test_a_bar_that_is_refreshed_at_every_step_does_not_flood(played: dict[str, Any]) -> None:
-    scene = played["fast"]
-    assert scene["bars"] == [["fast", 20000, 20000, True]]
-    assert scene["told"] < 2000
-
-
-def test_a_bar_that_is_dropped_is_closed(played: dict[str, Any]) -> None:
-    assert played["dropped"]["bars"] == [["dropped", 1, 5, True]]
+def test_neither_a_forked_child_nor_a_bar_that_is_refreshed_at_every_step_floods(
+    played: dict[str, Any],
+) -> None:
+    assert played["child"]["told by the child"] == 0
+    assert played["fast"]["told"] < 2000
