@@ -335,6 +335,22 @@ class EngineContract:
         assert run.status == "failed"
         assert run.results == [None] * self.world_size
 
+    def test_key_error_while_the_others_sit_in_a_collective(self) -> None:
+        def train(marker: str) -> None:
+            import torch
+            import torch.distributed as dist
+
+            _join_group()
+            if current().rank == 0:
+                Path(marker).touch()
+                raise KeyError("missing")
+            dist.all_reduce(torch.ones(1))
+
+        error, seconds = self.fails(train)
+        assert (error.rank, error.ranks) == (0, [0])
+        assert isinstance(error.__cause__, KeyError)
+        assert seconds < SOON
+
     def test_a_rank_that_waits_for_one_that_has_returned(self) -> None:
         def train(marker: str) -> None:
             import torch.distributed as dist
@@ -917,6 +933,26 @@ class EngineContract:
             assert isinstance(caught.value.__cause__, ValueError)
             assert session.status == "ready"
             assert call(session, meet, ("go",), view=View()).results == sums
+
+    def test_plain_groups_after_a_call_that_failed(self, session: Session) -> None:
+        def meet(raises: bool) -> float:
+            import torch
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            if raises and dist.get_rank() == 0:
+                raise KeyError("rank 0, whose store the others use")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            return float(total)
+
+        size = self.world_size
+        assert call(session, meet, (False,), view=View()).results == [size] * size
+        with pytest.raises(WorkerError) as caught:
+            call(session, meet, (True,), view=View())
+        assert caught.value.ranks == [0]
+        assert call(session, meet, (False,), view=View()).results == [size] * size
 
     @pytest.mark.parametrize(
         "where",
