@@ -85,7 +85,7 @@ class Shown:
             config=SimpleNamespace(grace=10.0),
             world_size=2,
             log_dir="/runs/1",
-            _clone=None,
+            _request=None,
             _call=SimpleNamespace(
                 can_act=False, curves=LiveCurves(), metrics=SimpleNamespace(sample=list), **more
             ),
