@@ -419,12 +419,12 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path: 
 def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
     pruner: str, tmp_path: Path
 ) -> None:
-    began = tmp_path / "began"
+    began, killed = tmp_path / "began", tmp_path / "killed"
     began.touch()
     with open_notebook() as notebook:
         notebook.run(
             f"""
-            import optuna, time
+            import optuna, os, time
             from notebook_accel import Accelerator, sweep
 
             def train(lr):
@@ -433,6 +433,7 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
                 accelerator = Accelerator(cpu=True)
                 for step in range(20):
                     accelerator.log({{"loss": lr / (step + 1)}}, step=step)
+                while lr == 2 and not os.path.exists({str(killed)!r}):
                     time.sleep(0.05)
                 return lr
             s = sweep(
@@ -448,6 +449,7 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
             assert "goes on in the kernel that has it" in refused
             os.kill(notebook.pid, signal.SIGKILL)
             notebook.manager.provisioner.process.wait(SOON)
+            killed.touch()
             shown = other.run(
                 f"""
                 from notebook_accel import attach

@@ -154,7 +154,10 @@ def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path: Pa
     assert "random_states_1.pkl" in os.listdir(tmp_path / "a")
     with pytest.raises(WorkerError, match=r"b could not be written.*Linear"):
         notebook_launcher(train, (str(tmp_path / "b"), True), num_processes=2, view="none")
-    assert os.listdir(tmp_path) == ["a"]
+    # A rank that is ended since another has failed may leave a hidden folder, until the next save.
+    assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["a"]
+    notebook_launcher(train, (str(tmp_path / "b"), False), num_processes=2, view="none")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
 def train_all(folder: str, is_async: bool, stop: int) -> dict[str | None, dict[str, float]]:

@@ -127,7 +127,7 @@ def test_a_library_that_is_not_installed_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(WandBTracker, "module", "wandb_absent")
-    message = r"log_with='wandb'\): wandb_absent is not installed: run pip install \"wandb\""
+    message = r"log_with='wandb'\): wandb_absent is not installed: run pip install \"wandb_absent\""
     with pytest.raises(ConfigError, match=message):
         Accelerator(cpu=True, log_with=LoggerType.WANDB)
     assert LoggerType.WANDB not in get_available_trackers()

@@ -352,18 +352,23 @@ class RankZeroSave:
 
         It gives up if rank 0 does not come to the save.
         """
-        with suppress(dist.DistError):  # of a store that went with rank 0
-            try:
-                for waited in slices(_PATIENCE_SECONDS):
-                    if self.look():
-                        return True
-                    if waited > _BEGIN_SECONDS and not self.has_begun:
-                        break
-            except KeyboardInterrupt:  # also sent since rank 0 has failed
-                if self._store.check(["failed"]):
-                    self._discard()
-                raise
+        try:
+            for waited in slices(_PATIENCE_SECONDS):
+                if self.look():
+                    return True
+                if waited > _BEGIN_SECONDS and not self.has_begun:
+                    break
             self.give_up()
+        except dist.DistError:  # the store went with rank 0, which may have published
+            if self.staged.exists():
+                add_entries(self.staged, self.final, self._is_of_this)
+            self._discard()
+        except KeyboardInterrupt:  # also sent since rank 0 has failed
+            with suppress(dist.DistError):
+                if not self._store.check(["failed"]):
+                    raise
+            self._discard()
+            raise
         return False
 
     def give_up(self) -> None:
