@@ -10,6 +10,7 @@ results, so that they keep no large results alive.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import operator
 import os
@@ -129,7 +130,12 @@ class Run:
         Batches of prepared loaders and optimizer steps are no bars: ``run.state.ranks[r]`` counts
         those of rank r.
         """
-        return [bar for rank in self.state.ranks for bar in rank.bars]
+        shown = [field.name for field in dataclasses.fields(Progress)]
+        return [
+            Progress(**{name: getattr(bar, name) for name in shown})
+            for rank in self.state.ranks
+            for bar in rank.bars
+        ]
 
     # ---- results ---------------------------------------------------------------------------
 

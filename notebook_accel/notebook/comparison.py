@@ -235,7 +235,7 @@ def best_first(
 
 
 def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
-    """Return the curves of rank 0 by the metrics' names.
+    """Return the curves by the metrics' names, each of the lowest rank that has logged it.
 
     Args:
         in_detail: for a chart. Else as coarse as a table's small curves, and read only once of a
@@ -244,7 +244,7 @@ def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
     call = call_of(run)
     live = call.curves
     if live is not None:
-        return {name: curve for name in live.names if (curve := live.of(name).get(0)) is not None}
+        return {name: next(iter(live.of(name).values())) for name in live.names}
     call.metrics.flush()
     if in_detail:
         return _read_curves.__wrapped__(call.folder.path)
@@ -254,15 +254,15 @@ def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
 
 @lru_cache(maxsize=_MAX_RUNS)
 def _read_curves(folder: Path, *stretches: int) -> dict[str, Curve]:
-    found: dict[str, Curve] = {}
+    found: dict[str, dict[int, Curve]] = {}
     try:
         rows = MetricReader(folder).sample()
     except OSError:  # of many runs all others are shown
         return {}
     for row in rows:
-        if row["rank"] == 0:
-            found.setdefault(row["name"], Curve(*stretches)).add(row["step"], row["value"])
-    return found
+        curves = found.setdefault(row["name"], {})
+        curves.setdefault(row["rank"], Curve(*stretches)).add(row["step"], row["value"])
+    return {name: curves[min(curves)] for name, curves in found.items()}
 
 
 def best_of(curve: Curve | None, mode: str | None) -> float | None:

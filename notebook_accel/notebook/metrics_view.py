@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accel.launch.control.curves import Curve, LiveCurves
+from notebook_accel.launch.control.curves import Curve, LiveCurves, to_draw
 from notebook_accel.launch.control.plotting import Point, metric_curves
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.comparison import NO_ORIGINAL, Original
@@ -98,7 +98,7 @@ class MetricsView:
             self._steps_read, self._detail = steps, self._read(steps)
         chosen = (self._group.value, self._page, is_log, smoothing, steps)
         key = (*chosen, curves.version)
-        is_csv_asked, names = self._csv_asked.is_set(), curves.names
+        is_csv_asked, names = self._csv_asked.is_set(), to_draw(curves.names)
         if not names or (key == self._drawn and not is_csv_asked):
             return
         is_calm = self._drawn[:-1] == chosen and not is_csv_asked

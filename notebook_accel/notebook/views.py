@@ -132,7 +132,7 @@ def choose_view(view: str | View, *, waits: bool = True, is_cell: bool = False) 
         return view
     kernel = clicks.find_kernel()
     draws_updates = clicks.draws_updates(kernel)
-    if view == "auto":
+    if view == "auto" or (view == "widgets" and not draws_updates):
         is_watched = kernel is not None and clicks.can_answer(kernel) and draws_updates
         view = "widgets" if is_watched else "text"
     if view == "none":

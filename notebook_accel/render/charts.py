@@ -73,7 +73,8 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     if len(points) <= limit:
         return list(points)
     of_each = 2 if all(math.isfinite(y) for _, y in points) else 3
-    coarse = Curve((limit - 2) // of_each)
+    num, steps = (limit - 2) // of_each, [x for x, _ in points]
+    coarse = Curve(num, width=(max(steps) - min(steps)) / max(1, num - 1) or 1)
     for point in points:
         coarse.add(*point)
     return coarse.points()

@@ -336,8 +336,9 @@ def draw_metrics(metrics: Mapping[str, Mapping[str, Curve]], **how: Any) -> Mark
 
 def _plot(name: str, curves: Mapping[str, Curve], how: Mapping[str, Any]) -> list[Markup]:
     points = {called: curve.points() for called, curve in curves.items()}
-    own = next(iter(points.values()))
-    first, last = (wording.number(value) for _, value in (own[0], own[-1]))
+    own, curve = next(iter(points.values())), next(iter(curves.values()))
+    # Not its last point: of several values at one step, that is the highest.
+    first, last = wording.number(own[0][1]), wording.number(curve.last)
     value = "" if how.get("colours") else f"\N{NO-BREAK SPACE} {last}"
     parts = [element("div", element("b", name_of(name)), value)]
     if len(curves) > 1 and not how.get("colours") and ORIGINAL not in curves:

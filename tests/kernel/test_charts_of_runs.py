@@ -188,3 +188,35 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path: Pa
         reply = notebook.finish(notebook.start("new.show()"))
         assert "pale: first" not in str(reply.outputs)
         assert "✓ succeeded" in str(reply.outputs)
+
+
+def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs() -> None:
+    with open_notebook() as notebook:
+        notebook.run(
+            """
+            import torch
+            from notebook_accel import Accelerator, notebook_launcher
+
+            def train():
+                from torch.utils.tensorboard import SummaryWriter
+                accelerator = Accelerator()
+                knob = accelerator.knob("lr", 0.5)
+                if accelerator.process_index == 1:
+                    writer = SummaryWriter("logs")
+                for step in accelerator.prepare(torch.utils.data.DataLoader(range(40))):
+                    if accelerator.process_index == 1:
+                        writer.add_scalar("of the other", 3 - knob.value, int(step))
+                while knob.value == 0.5:
+                    accelerator.should_stop
+            """
+        )
+        launching = notebook.start("run = notebook_launcher(train, num_processes=2, block=False)")
+        outputs = notebook.finish(launching).outputs
+        notebook.run("run.set(lr=0.25); run.wait()")
+        page = lambda: "".join(one["data"].get("text/html", "") for one in outputs)  # noqa: E731
+        assert notebook.kernel.listen_until(lambda: "succeeded" in page(), seconds=30)
+        assert "of the other" in page()
+        assert "knob/lr" in page()
+        again = shown(notebook, "run.show()")["data"]["text/html"]
+        assert "of the other" in again
+        assert "knob/lr" in again

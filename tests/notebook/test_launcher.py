@@ -168,3 +168,11 @@ def test_the_view_fits_where_the_code_runs(
     kernel = None if live is None else FakeKernel(live=live)
     monkeypatch.setattr(clicks, "find_kernel", lambda: kernel)
     assert type(choose_view(name)) is expected
+
+
+def test_widgets_where_no_updates_are_drawn_are_plain_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clicks, "find_kernel", lambda: FakeKernel(live=True))
+    monkeypatch.setattr(clicks, "draws_updates", lambda kernel: False)
+    assert type(choose_view("widgets")) is Transcript

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import random
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable
@@ -126,6 +127,14 @@ def test_thinning_keeps_both_ends(number: int) -> None:
         kept = thin_out(points, 160)
         assert (kept[0], kept[-1]) == (points[0], points[-1])
         assert len(kept) <= 160
+
+
+@pytest.mark.parametrize(("first", "step"), [(0, 1), (10_000_000, 1), (3, 0.001), (0, 1000)])
+def test_thinning_uses_the_points_that_it_may_have(first: float, step: float) -> None:
+    generator = random.Random(7)
+    points = [(first + step * x, generator.random()) for x in range(50_000)]
+    assert 150 <= len(thin_out(points, 160)) <= 160
+    assert len(thin_out([(2.0, float(y)) for y in range(500)], 160)) == 2
 
 
 def test_thinning_keeps_a_gap_of_one_value() -> None:

@@ -113,6 +113,15 @@ def test_a_plot_says_in_words_what_it_shows() -> None:
     assert alts == ["loss: 1 → 0.03688 at step 99", "accuracy: 1 → 0.03688 at step 99"]
 
 
+def test_the_value_beside_a_chart_is_the_newest_though_its_step_had_a_higher_one() -> None:
+    curve = Curve()
+    for step, value in ((8, 1.5), (9, 4.91), (9, 0.91)):
+        curve.add(step, value)
+    html = str(render_snapshot(running(2), {"loss": curve}).html)
+    assert "0.91" in html
+    assert "4.91" not in re.sub(r"base64,[^\"']*", "", html)
+
+
 def test_the_chart_of_a_knob_comes_last_though_it_was_logged_first() -> None:
     page = Tags(render_snapshot(running(2), metrics(["knob/lr", "loss"])).html)
     alts = [value.partition(":")[0] for name, value in page.attributes if name == "alt" and value]

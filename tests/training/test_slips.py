@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from tqdm.auto import tqdm
 
 from notebook_accel import Accelerator
@@ -41,6 +42,42 @@ def _loader(kind: str, accelerator: Accelerator) -> Any:
         return DataLoader(_DATA.tensors[0][rank::size], 2)
     loader = DataLoader(_DATA, 2, shuffle=True)
     return accelerator.prepare(loader) if kind == "prepared" else loader
+
+
+class _Torn(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2:
+            raise OSError("truncated file")
+        return torch.full((2,), float(index))
+
+
+class _Tolerant(DataLoader[torch.Tensor]):
+    """A user's loader, which leaves out samples that cannot be read."""
+
+    def __iter__(self) -> Any:
+        batches: Any = super().__iter__()
+        assert len(batches) == len(self)
+        for _ in range(len(self)):
+            with suppress(OSError):
+                yield next(batches)
+
+
+def read_on() -> list[list[float]]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    plain = _Tolerant(_Torn(), batch_size=1)
+    prepared = accelerator.prepare(_Tolerant(_Torn(), batch_size=1))
+    return [[float(batch[0, 0]) for batch in loader] for loader in (plain, prepared, prepared)]
+
+
+def test_a_loader_can_be_read_on_after_a_bad_sample() -> None:
+    first, second = run_ranks(read_on, 2)
+    assert first[0] == second[0] == [0, 1, 3, 4, 5]
+    assert first[1] == first[2] == [0, 4]
+    assert second[1] == second[2] == [1, 3, 5]
 
 
 def train(kind: str) -> list[str]:

@@ -118,14 +118,14 @@ class Curve:
             one before the change.
     """
 
-    def __init__(self, max_stretches: int = _MAX_STRETCHES) -> None:
+    def __init__(self, max_stretches: int = _MAX_STRETCHES, width: float = 1) -> None:
         self.last = math.nan
         self.not_finite = NotFinite()
         self.marks: tuple[tuple[float, str, float], ...] = ()
         self._num = 0
         self._max = max_stretches
         # Steps of each stretch; by steps and not by values, as a chart's width is.
-        self._width = 1
+        self._width = width
         # By their places, counted in stretches from step 0 on: steps may go back.
         self._stretches: dict[float, _Stretch] = {}
         # Those of the lowest and of the highest step, which stay whatever is left out.
@@ -220,8 +220,8 @@ class LiveCurves:
 
     @property
     def names(self) -> list[str]:
-        """The names of the metrics to draw, in the order in which they were first logged."""
-        return to_draw(self._curves)
+        """The names of all metrics, in the order in which they were first logged."""
+        return list(self._curves)
 
     def of(self, name: str) -> dict[int, Curve]:
         return dict(sorted(self._curves[name].items()))

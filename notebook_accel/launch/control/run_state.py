@@ -24,7 +24,7 @@ from notebook_accel.launch.text.terminal_text import Tail, append_output
 ENDED = ("succeeded", "failed", "stopped")
 # Begins the one notice that is good news.
 RESCUED = "what was being trained is kept: "
-S = TypeVar("S", "RankState", "RunState", "Progress", "Display")
+S = TypeVar("S", "RankState", "RunState", "BarState", "Display")
 # Lines kept of each rank's output: as many as a live panel can show.
 _MAX_TAIL_LINES = 2000
 # Bars kept of each rank: a long training with one bar an epoch, each of which stays (leave=True),
@@ -38,8 +38,6 @@ _MAX_DISPLAY_BYTES = 8_000_000
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """One progress bar (tqdm) of a rank.
-
-    The fields that only views need are not shown in its ``repr``.
 
     Attributes:
         rank: number of the rank.
@@ -56,11 +54,17 @@ class Progress:
     total: float | None
     rate: float | None
     elapsed: float
-    bar: int = field(repr=False)
-    unit: str = field(repr=False)
-    closed: bool = field(repr=False)
-    postfix: str = field(default="", repr=False)
-    depth: int = field(default=0, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarState(Progress):
+    """A progress bar as the state keeps it, with fields that only views need."""
+
+    bar: int
+    unit: str
+    closed: bool
+    postfix: str = ""
+    depth: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,7 @@ class RankState(wire.Usage):
     is_asked: bool = True
     pid: int | None = None
     status: str = "starting"
-    bars: tuple[Progress, ...] = ()
+    bars: tuple[BarState, ...] = ()
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
@@ -413,13 +417,13 @@ def _size(displays: list[Display]) -> int:
 def _(message: wire.Bar, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
         own = message.__struct_fields__[len(wire.Message.__struct_fields__) :]
-        bar = Progress(rank=rank.rank, **{name: getattr(message, name) for name in own})
+        bar = BarState(rank=rank.rank, **{name: getattr(message, name) for name in own})
         return _changed(rank, bars=_with_bar(rank.bars, bar))
 
     return _change_rank(state, message.rank, change)
 
 
-def _with_bar(bars: tuple[Progress, ...], bar: Progress) -> tuple[Progress, ...]:
+def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
     """Return the bars with ``bar`` in place of that with its number, or at the end; 500 at most."""
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:

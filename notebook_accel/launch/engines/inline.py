@@ -106,6 +106,7 @@ def _call_function(request: LaunchRequest, results: Results) -> Failure | None:
         text = plain_text(shorten(text))
         words = plain_text(f"{type(error).__name__}: {shorten(error_text(error))}")
         results.raised = error
+        del results  # of which the error's traceback, which it now has, would be a cycle
         message = f"rank 0 failed: {words}\n\n{text}"
         return Failure(message=message, rank=0, ranks=(0,), traceback=text, exitcode=code)
     return None

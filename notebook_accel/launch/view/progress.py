@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from notebook_accel.launch.control.curves import NotFinite
-from notebook_accel.launch.control.run_state import Progress, RankState, RunState
+from notebook_accel.launch.control.run_state import BarState, RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 
@@ -94,7 +94,7 @@ def most_lines(rank: RankState) -> int:
     return min(_MAX_DEPTH, max(map(len, _nested_bars(rank.bars)), default=1))
 
 
-def current_bars(bars: Sequence[Progress]) -> list[Progress]:
+def current_bars(bars: Sequence[BarState]) -> list[BarState]:
     """Return the newest bar and the bars around it, the outermost first; four at most.
 
     A closed bar is returned until another bar opens at the same depth or further out: otherwise
@@ -104,9 +104,9 @@ def current_bars(bars: Sequence[Progress]) -> list[Progress]:
     return nested[-1][:_MAX_DEPTH] if nested else []
 
 
-def _nested_bars(bars: Sequence[Progress]) -> list[list[Progress]]:
+def _nested_bars(bars: Sequence[BarState]) -> list[list[BarState]]:
     """Return for each bar a list: the bars around it, the outermost first, and the bar itself."""
-    nested: list[list[Progress]] = []
+    nested: list[list[BarState]] = []
     for bar in bars:
         # In order of opening: whatever came before at this depth or deeper is over.
         before = nested[-1] if nested else []
@@ -114,7 +114,7 @@ def _nested_bars(bars: Sequence[Progress]) -> list[list[Progress]]:
     return nested
 
 
-def _line_of_bar(bar: Progress) -> ProgressLine:
+def _line_of_bar(bar: BarState) -> ProgressLine:
     parts = (one_line(bar.name, _MAX_LABEL), one_line(bar.postfix, _MAX_LABEL))
     label = ", ".join(part for part in parts if part)
     count = _count_of(bar.n, bar.total)
@@ -132,7 +132,7 @@ def _remaining(seconds: float | None) -> str:
     return wording.clock(seconds) if seconds is not None and seconds < _MAX_LEFT else ""
 
 
-def _seconds_left(bars: Sequence[Progress]) -> float | None:
+def _seconds_left(bars: Sequence[BarState]) -> float | None:
     """Return the seconds until the outermost of nested bars is full; None if unknown or full."""
     outer, inner = bars[0], bars[1:]
     if outer.total is None or outer.n >= outer.total:

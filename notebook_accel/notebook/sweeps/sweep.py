@@ -293,8 +293,8 @@ class Sweep:
 
     def _wait_for_an_end(self) -> None:
         """Wait until a trial has ended, or the next look is due."""
-        due, running = time.monotonic() + _LOOK_SECONDS, self._running
-        while time.monotonic() < due and not any(trial.has_ended for trial in running):
+        due, under_way = time.monotonic() + _LOOK_SECONDS, [*self._running, *self._paused]
+        while time.monotonic() < due and not any(trial.has_ended for trial in under_way):
             time.sleep(_POLL_SECONDS)
 
     def _start_trials(self) -> None:
@@ -508,7 +508,7 @@ class Sweep:
         try:
             self._ended.wait()
         except KeyboardInterrupt:
-            for trial in self._running:
+            for trial in [*self._running, *self._paused]:
                 trial.end(at_once=True)
             self._ended.wait()
 

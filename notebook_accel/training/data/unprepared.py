@@ -45,7 +45,7 @@ def watch_loaders(group: DataGroup, trains: Callable[[], bool]) -> None:
         is_ours = str(caller.f_globals.get("__name__")).startswith("notebook_accel.")
         if watch is None or is_ours:
             return batches
-        return _watch_pass(batches, watch, _name_of(loader, caller))
+        return _Pass(batches, watch, _name_of(loader, caller))
 
     DataLoader.__iter__ = watched  # type: ignore[method-assign]
 
@@ -73,13 +73,32 @@ class _Watch:
                 )
 
 
-def _watch_pass(batches: Iterator[Any], watch: _Watch, name: str) -> Iterator[Any]:
-    # A generator: tqdm makes an iterator that it never reads, and nothing is looked at then.
-    for number, batch in enumerate(batches, 1):
-        if number in (1, _NUM_BATCHES):
+class _Pass:
+    """The iterator of a loader, which counts its batches."""
+
+    def __init__(self, batches: Iterator[Any], watch: _Watch, name: str) -> None:
+        self._batches = batches
+        self._watch = watch
+        self._name = name
+        self._num_batches = 0
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._num_batches += 1
+        # Not where an iterator is made: tqdm makes one that it never reads.
+        if self._num_batches in (1, _NUM_BATCHES):
             with suppress(Exception):  # of the batch's classes, or of a store that has gone
-                watch.look(name, batch)
-        yield batch
+                self._watch.look(self._name, batch)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 def _digest(batch: Any) -> str:

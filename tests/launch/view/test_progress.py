@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import Progress, RankState
+from notebook_accel.launch.control.run_state import BarState, RankState
 from notebook_accel.launch.view.progress import (
     ProgressLine,
     Throughput,
@@ -31,8 +31,8 @@ def bar(
     closed: bool = False,
     depth: int = 0,
     rate: float | None = 10.0,
-) -> Progress:
-    return Progress(
+) -> BarState:
+    return BarState(
         rank=0,
         bar=number,
         name=name,
