@@ -123,9 +123,14 @@ class RankContext:
             call.
         store_port: address of the store at which ranks make their process groups; None if the store
             is at MASTER_ADDR and MASTER_PORT.
+        left_with_all: whether a stop or an interrupt has ended the rank's loop, in the current
+            call, at the same point as all other ranks' loops.
+        is_interrupted: whether the current call was interrupted.
+        is_stepping: whether a prepared optimizer is within its step.
     """
 
     launched = False
+    left_with_all = is_interrupted = is_stepping = False
     call = 0
     resume_from = ""
     kept_error: KeptError | None = None
@@ -264,10 +269,6 @@ class LaunchedContext(RankContext):
     """Context of a rank that notebook_accel started: it reports to the rank's agent.
 
     The agent is the process that started the rank.
-
-    Attributes:
-        left_with_all: whether a stop or an interrupt has ended the rank's loop, in the current
-            call, at the same point as all other ranks' loops.
     """
 
     launched = True
@@ -297,6 +298,11 @@ class LaunchedContext(RankContext):
         self._any_training: weakref.ref[Training] | None = None
 
     @property
+    def is_interrupted(self) -> bool:  # type: ignore[override]
+        row = self._row
+        return bool(self.call) and self.call in (row.interrupted_call, row.seen_interrupt)
+
+    @property
     def is_own_process(self) -> bool:
         """Whether this code runs in the rank's process, and not in a child forked from it.
 
@@ -315,7 +321,7 @@ class LaunchedContext(RankContext):
     ) -> None:
         self.call = number
         self.made_group = has_group
-        self.lost_group = self.left_with_all = self._is_stepping = False
+        self.lost_group = self.left_with_all = self.is_stepping = False
         self._grace = grace
         self._step_seconds, self._step_began = 0.0, time.monotonic()
         # How many batches were given before the pass, and its length, as the board has them.
@@ -388,7 +394,7 @@ class LaunchedContext(RankContext):
         # Where collectives are asynchronous, a rank that was interrupted within a step may hold
         # half of it, and after its groups were aborted anything.
         is_done, is_asynchronous = self.device_is_done(), self._row.is_asynchronous
-        if not is_done or (is_asynchronous and (self.lost_group or self._is_stepping)):
+        if not is_done or (is_asynchronous and (self.lost_group or self.is_stepping)):
             self.notice("what was being trained is not kept: the ranks were within a step")
             return iter(())
         return training.parts_to_rescue(self._row.steps, free)
@@ -455,13 +461,13 @@ class LaunchedContext(RankContext):
                 row.passed_begun = begun
             elif self._acts("begun"):
                 self._leave()
-        self._is_stepping = True
+        self.is_stepping = True
 
     def count_step(
         self, device_memory: MemoryReader | None = None, *, skipped: bool = False
     ) -> None:
         row = self._row
-        self._is_stepping = False
+        self.is_stepping = False
         if skipped:
             return
         row.steps += 1

@@ -101,6 +101,8 @@ def test_the_training_is_kept_where_hosts_run_apart(press: str, way: str, tmp_pa
         assert time.monotonic() - began < 6
         assert run.rescued is not None, run.state.notices
         check_is_of_one_step(run.rescued)
+        if way == "loader":
+            assert run.rescued.files["loader.bin"]["given"] == run.rescued.step, "a resume's place"
 
 
 def hang(how: str, folder: str) -> None:

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from notebook_accel import ConfigError, FullyShardedDataParallelPlugin, LaunchConfig, WorkerError
+from notebook_accel import (
+    ConfigError,
+    FullyShardedDataParallelPlugin,
+    LaunchConfig,
+    RunStopped,
+    WorkerError,
+)
 from notebook_accel.launch.resuming import folder_to_resume
+from notebook_accel.launch.run import call_of
 from tests.launches import launch
 from tests.waiting import eventually
 
@@ -95,6 +102,115 @@ def test_a_stopped_run_goes_on_to_the_bit(fsdp: bool) -> None:
     assert len(notices) == 1
     assert f"step {done}" in notices[0]
     assert f"at batch {done}" in notices[0]
+
+
+class Waiting(torch.optim.SGD):
+    """Waits in its seventh step, in which one of its two weights has made it."""
+
+    folder = ""
+
+    def step(self, closure: Any = None) -> Any:
+        if Waiting.folder:
+            self.param_groups[1]["lr"] = 0.0
+        result = super().step(closure)
+        if Waiting.folder:
+            wait_for_the_interrupt(Waiting.folder)
+        return result
+
+
+def wait_for_the_interrupt(folder: str) -> None:
+    from notebook_accel import PartialState
+
+    Path(folder, str(PartialState().process_index)).touch()
+    time.sleep(1000)
+
+
+def step_by_step(folder: str, where: str = "", num_accumulated: int = 1) -> list[Any]:
+    """Train two epochs with a test in each; return the losses. Waits where an interrupt comes."""
+    from notebook_accel import Accelerator, set_seed
+
+    set_seed(3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_accumulated)
+    model: Any = torch.nn.Linear(8, 1)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer: Any = Waiting(groups, lr=0.01)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    data = torch.randn(2 * NUM_BATCHES * accelerator.num_processes, 8)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    others: Any = torch.utils.data.DataLoader(data[:8], batch_size=2)
+    model, optimizer, loader, others, schedule = accelerator.prepare(
+        model, optimizer, loader, others, schedule
+    )
+    losses = []
+    for _ in range(2):
+        for number, inputs in enumerate(loader):
+            with accelerator.accumulate(model):
+                comes = number == 6 and where
+                if comes == "forward":
+                    wait_for_the_interrupt(folder)
+                loss = model(inputs).square().mean()
+                accelerator.backward(loss)
+                if comes == "backward":
+                    wait_for_the_interrupt(folder)
+                if comes == "step":
+                    Waiting.folder = folder
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            for _ in others:
+                if comes == "test":
+                    wait_for_the_interrupt(folder)
+    return losses
+
+
+def interrupted(folder: Path, *args: Any) -> Run:
+    config = LaunchConfig(num_processes=2)
+    run = launch(step_by_step, (str(folder), *args), config=config, block=False)
+    for rank in range(2):
+        eventually((folder / str(rank)).exists, within=SOON, what="it waits")
+    call_of(run).press(1)
+    with pytest.raises(RunStopped):
+        run.wait(SOON)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("where", "num_accumulated", "done", "steps"),
+    [("forward", 1, 6, 6), ("backward", 1, 6, 6), ("test", 1, 7, 7), ("forward", 4, 4, 1)],
+)
+def test_an_interrupted_run_goes_on_after_its_last_step(
+    where: str, num_accumulated: int, done: int, steps: int, tmp_path: Path
+) -> None:
+    config = LaunchConfig(num_processes=2)
+    whole = launch(step_by_step, (str(tmp_path), "", num_accumulated), config=config)
+    run = interrupted(tmp_path, where, num_accumulated)
+    assert run.rescued.step == steps
+    assert run.rescued.missing == []
+    again = launch(
+        step_by_step,
+        (str(tmp_path), "", num_accumulated),
+        config=config,
+        resume=folder_to_resume(run),
+    )
+    for one, other in zip(again.results, whole.results, strict=True):
+        assert len(one) == 2 * NUM_BATCHES - done
+        assert one[:NUM_BATCHES] == other[done:][:NUM_BATCHES]
+    inexact, goes_on = again.state.notices
+    assert f"(step {steps}). " in goes_on
+    assert f"begins at batch {done}: " in goes_on
+    assert "is of an interrupt: what is drawn from now on (dropout, augmentation)" in inexact
+
+
+def test_an_interrupt_within_a_step_is_told(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, "step")
+    torn = "within step 7, which some weights may have made and others not"
+    assert run.rescued.step == 6
+    assert run.rescued.missing == [f"weights: the interrupt came {torn}"]
+    config = LaunchConfig(num_processes=2)
+    again = launch(step_by_step, (str(tmp_path),), config=config, resume=folder_to_resume(run))
+    assert f"is of an interrupt {torn}: " in again.state.notices[0]
+    assert "begins at batch 6: " in again.state.notices[1]
 
 
 def test_a_new_rate_wins_and_the_schedule_keeps_its_place(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.formats import entries, numbered
 from notebook_accel.training.files.state_files import explain, read_state
 from notebook_accel.training.preparing.prepare import Preparation
+from notebook_accel.training.preparing.state_after_stop import INTERRUPTED
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import (
@@ -329,13 +330,17 @@ class TrainingProgress:
 
     @property
     def _is_window_open(self) -> bool:
-        """Whether gradients of earlier batches wait for an optimizer step (gradient accumulation).
+        """Whether batches have been given that wait for an optimizer step (gradient accumulation).
 
         A checkpoint keeps no gradients. So while they wait, it keeps the position after the last
-        step, from where these batches are read again.
+        step, from where these batches are read again. After an interrupt, which may come anywhere
+        in the loop, it always does.
         """
+        context, optimizers = current(), self._prepared.optimizers
+        if optimizers and context.is_interrupted and not context.left_with_all:
+            return True
         return not self._plan.accumulation.sync_gradients or any(
-            known.has_unused_gradients for known in self._prepared.optimizers
+            known.has_unused_gradients for known in optimizers
         )
 
     def _state_of(self, loader: PreparedLoader) -> dict[str, Any]:
@@ -394,6 +399,13 @@ class TrainingProgress:
         # ranks that disagree about their window would wait for each other.
         stands = self._states_of_all(folder, options)
         if stands is not None:
+            if (torn := stands.get(INTERRUPTED)) is not None:
+                notice_once(
+                    "of an interrupt",
+                    f"{folder} is of an interrupt{torn}: what is drawn from now on (dropout, "
+                    "augmentation) is not exactly what would have been drawn; all else is that of "
+                    "the last step",
+                )
             current().set_knobs(stands.get("knobs", {}))
             self._plan.accumulation.reset()
             self._plan.accumulation.step = stands.get("step", 0)

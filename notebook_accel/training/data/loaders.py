@@ -361,8 +361,10 @@ class PreparedLoader(LoaderWrapper):
             if not position.end_of_dataloader:  # there was no batch at all
                 progress.position = position
                 self._reach_end(position)
-        except RunStopped:
-            active.stop(position)
+        except BaseException as error:
+            # An interrupt closes this generator, unless it comes in here.
+            if isinstance(error, RunStopped) or context.is_interrupted:
+                active.stop(position)
             raise
         finally:
             # Also where the loop is left by `break`: a pass that nobody goes on with must not
@@ -609,9 +611,9 @@ class PreparedLoader(LoaderWrapper):
         }
         if progress.restored is not None:
             state |= {name: progress.restored[name] for name in state if name != "iteration"}
-        elif (position.end_of_dataloader and not at_step) or (
-            position.loader is None and not position.is_stopped
-        ):
+        elif (
+            position.end_of_dataloader and not (at_step and position.at_step < position.num_given)
+        ) or (position.loader is None and not position.is_stopped):
             state["generators"] = self._generator_states()
         else:
             given = position.at_step if at_step else position.num_given

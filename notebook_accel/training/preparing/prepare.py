@@ -282,8 +282,7 @@ class Preparation:
         Args:
             free: bytes of the host's memory that the copies may take.
         """
-        left_at_a_step = getattr(current(), "left_with_all", False)
-        checkpoints = self.checkpoints() if left_at_a_step else None
+        checkpoints = self.checkpoints()
         return parts_of(
             self.strategy,
             self.models,

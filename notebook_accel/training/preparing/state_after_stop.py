@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 from torch.nn import Module, Parameter
 
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives.nested import honor_type, num_bytes, recursively_apply
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.formats import numbered, save_weights
@@ -33,6 +34,10 @@ from notebook_accel.training.models import PreparedModel
 from notebook_accel.training.settings.notices import notice
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.strategies.base import Strategy
+
+# In the random states of a run that was interrupted elsewhere than at a common point of all ranks:
+# within which step, if some weights may have made it.
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,16 +165,33 @@ class RankPart(Rescued):
         optimizers: this rank's state dict of each optimizer, with a :class:`TensorPiece` for each
             sharded tensor; None for an optimizer whose states the notebook could not join.
         missing: why the optimizers' states are None, if the host has no memory for them.
+        at_common_point: whether all ranks have left their loops at the same point.
+        is_stepping: whether the rank was interrupted within an optimizer's step.
     """
+
+    at_common_point: bool = True
+    is_stepping: bool = False
 
     def join(self, others: Sequence[RankPart]) -> Rescued:
         """Return the full training state, joined from the parts of all ranks, in the notebook.
 
-        Call it on the part of rank 0; all parts are of one step. The result's ``missing`` names
-        objects that cannot be joined.
+        Call it on the part of rank 0. The result's ``missing`` names objects that cannot be joined,
+        and tells if the parts may not be of one step.
         """
         parts = [self, *others]
         missing: list[str] = []
+        files = {name: state for part in reversed(parts) for name, state in part.files.items()}
+        if not self.at_common_point:
+            with_weights = [self, *(part for part in others if part.weights)]
+            steps = {part.step for part in with_weights}
+            torn = ""
+            if len(steps) > 1 or any(part.is_stepping for part in with_weights):
+                step = min(steps) + 1
+                torn = f" within step {step}, which some weights may have made and others not"
+                missing.append(f"weights: the interrupt came{torn}")
+            for name, state in files.items():
+                if name.startswith("random"):
+                    state[INTERRUPTED] = torn
         # A rank that was interrupted while it prepared has fewer of them.
         made = [
             _whole_model(
@@ -194,7 +216,7 @@ class RankPart(Rescued):
             schedulers=self.schedulers,
             step=self.step,
             missing=missing,
-            files={name: state for part in reversed(parts) for name, state in part.files.items()},
+            files=files,
         )
 
 
@@ -218,9 +240,9 @@ def parts_of(
 
     Args:
         free: bytes of the host's memory that the copies may take.
-        files: the rest of a checkpoint; empty if the ranks were not stopped at one step.
+        files: the rest of a checkpoint.
     """
-    topology = strategy.topology
+    topology, context = strategy.topology, current()
     is_first = topology.process_index == 0
     in_parts = [strategy.is_in_parts(known.inner) for known in known_models]
     if not known_models:
@@ -258,6 +280,8 @@ def parts_of(
         step=num_steps,
         missing=dropped,
         files=files,
+        at_common_point=context.left_with_all or not context.is_interrupted,
+        is_stepping=context.is_stepping,
     )
     if is_first:
         models_sent = [

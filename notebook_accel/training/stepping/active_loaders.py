@@ -90,7 +90,7 @@ class Position:
     """Whether the pass has had an optimizer's step, or was resumed in the middle."""
 
     is_stopped: bool = False
-    """Whether a stop of the run (``RunStopped``) ended the pass, and the pass was over training
+    """Whether a stop or an interrupt of the run ended the pass, and the pass was over training
     data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its place."""
 
     def note_step(self) -> None:
@@ -153,7 +153,7 @@ class ActiveLoaders:
             one.note_step()
 
     def stop(self, position: Position) -> None:
-        """Mark a pass, and the passes of the loops around it, as ended by a stop of the run.
+        """Mark a pass, and the passes of the loops around it, as ended by a stop or an interrupt.
 
         A checkpoint keeps the position of a marked pass. Once optimizers have stepped, only passes
         over loaders that gave batches for these steps are marked. So an evaluation is not marked:
