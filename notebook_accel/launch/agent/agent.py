@@ -303,7 +303,7 @@ class Agent:
         for message, fds in messages:
             due = [(message, fds)]
             needs_port = isinstance(message, wire.BeginCall) and not self._has_rank_0
-            if isinstance(message, wire.PortReserved):
+            if isinstance(message, wire.PortReserved) and self._held:
                 due, self._held = self._held, []
                 begin = msgspec.structs.replace(due[0][0], master_port=message.port)
                 due[0] = begin, due[0][1]
