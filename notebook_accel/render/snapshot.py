@@ -158,7 +158,7 @@ def render_snapshot(
     """Return the summary of a run: ranks, notices, errors, metrics, output.
 
     Args:
-        curves: of rank 0, which alone logs, by the metrics' names.
+        curves: by the metrics' names.
         now: wall time in seconds, for a run that still goes on; None for one that has ended.
         with_output: False where it is printed already.
         with_displays: False where each display is an output of its own.

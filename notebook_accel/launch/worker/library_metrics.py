@@ -1,4 +1,4 @@
-"""Reports what libraries log to the notebook, as ``accelerator.log`` would, and warnings.
+"""Reports what libraries log to the notebook, as ``accelerator.log`` would.
 
 Nothing is imported for it. Each library is changed in the rank's process alone, once a rank has
 imported it, by what it offers itself:
@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -30,18 +29,10 @@ _HEARD_ALREADY = {"fastai", "notebook_accel", "transformers"}
 
 
 def install() -> None:
-    """Have what libraries log in this process, and the warnings that it shows, reported."""
+    """Have what libraries log in this process reported to the notebook."""
     change_module("transformers.trainer", _follow_transformers)
     change_module("fastai.learner", _follow_fastai)
     change_module("torch.utils.tensorboard.writer", _follow_summary_writer)
-    shown = warnings.showwarning
-
-    def show(message: Any, category: Any, filename: str, *rest: Any, **others: Any) -> None:
-        shown(message, category, filename, *rest, **others)
-        this_rank.current().note_warning(f"{category.__name__}: {message}")
-
-    # What is filtered or caught is not shown.
-    warnings.showwarning = show
 
 
 def _report(values: Mapping[str, Any], step: int | None) -> None:

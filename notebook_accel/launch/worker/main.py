@@ -442,6 +442,7 @@ def replace_libraries() -> None:
     bars.install()
     displays.install()
     library_metrics.install()
+    output.report_warnings()
     spawned.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
 

@@ -1,4 +1,4 @@
-"""Redirects a rank's standard output and error to its log file.
+"""Redirects a rank's standard output and error to its log file, and reports warnings.
 
 Descriptors 1 and 2 of a rank both lead to one append-only file. So the output of Python, C code and
 child processes is in one place and in order, and is not lost if the agent or the notebook ends.
@@ -10,9 +10,11 @@ import errno
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
 from notebook_accel.system.own_files import FULL_DISK
 
@@ -40,6 +42,18 @@ def reopen_streams(on_lost: Callable[[OSError], None]) -> None:
         stream = getattr(sys, name, None)
         if stream is None or getattr(stream, "closed", False):
             _open_stream(name, on_lost)
+
+
+def report_warnings() -> None:
+    """Report the warnings that this process shows from now on, beside what they print."""
+    shown = warnings.showwarning
+
+    def show(message: Any, category: Any, filename: str, *rest: Any, **others: Any) -> None:
+        shown(message, category, filename, *rest, **others)
+        this_rank.current().note_warning(f"{category.__name__}: {message}")
+
+    # What is filtered or caught is not shown.
+    warnings.showwarning = show
 
 
 def _open_stream(name: str, on_lost: Callable[[OSError], None]) -> None:
