@@ -233,7 +233,7 @@ class Accelerator(TrainingInfo):
             rng_types=rng_types,
         )
         self.project_configuration = project
-        self._plan = request
+        self._request = request
         self._accumulation = request.accumulation
         self._strategy = make_strategy(request)
         self._prepared = Preparation(self._strategy)
@@ -604,7 +604,7 @@ class Accelerator(TrainingInfo):
             >>> with accelerator.autocast():
             ...     loss = model(torch.ones(2, 8)).pow(2).mean()
         """
-        return self._plan.precision.autocast(autocast_handler)
+        return self._request.precision.autocast(autocast_handler)
 
     def maybe_context_parallel(
         self,
@@ -1399,7 +1399,7 @@ class Accelerator(TrainingInfo):
             >>> any("linear" in event.key for event in profiler.key_averages())
             True
         """
-        options = profile_handler or pick_handler(self._plan.handlers, ProfileKwargs)
+        options = profile_handler or pick_handler(self._request.handlers, ProfileKwargs)
         return profile(options, self.process_index)
 
     def end_training(self) -> None:
@@ -1504,7 +1504,7 @@ class Accelerator(TrainingInfo):
     @property
     def fp8_enabled(self) -> bool:
         """Whether the mixed precision is "fp8"."""
-        return self._plan.precision.converts_layers
+        return self._request.precision.converts_layers
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -1575,7 +1575,7 @@ class Accelerator(TrainingInfo):
 
     @property
     def _settings(self) -> AcceleratorSettings:
-        return AcceleratorSettings(self._plan.precision.name, self._strategy)
+        return AcceleratorSettings(self._request.precision.name, self._strategy)
 
     @property
     def _data_group(self) -> DataGroup:
@@ -1590,11 +1590,11 @@ class Accelerator(TrainingInfo):
     @property
     def device_placement(self) -> bool:
         """Whether ``prepare`` moves models and batches to the device; may be set."""
-        return self._plan.device_placement
+        return self._request.device_placement
 
     @device_placement.setter
     def device_placement(self, value: bool) -> None:
-        self._plan.device_placement = value
+        self._request.device_placement = value
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
@@ -1604,11 +1604,11 @@ class Accelerator(TrainingInfo):
         False, every call moves the schedule. A change applies to schedulers that are prepared
         later.
         """
-        return self._plan.step_scheduler_with_optimizer
+        return self._request.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, value: bool) -> None:
-        self._plan.step_scheduler_with_optimizer = value
+        self._request.step_scheduler_with_optimizer = value
 
     @property
     def rng_types(self) -> list[str]:
@@ -1617,11 +1617,11 @@ class Accelerator(TrainingInfo):
         "generator" is the random state that draws the order of the samples. A change applies to
         loaders that are prepared later.
         """
-        return ["generator"] if self._plan.rng_types is None else list(self._plan.rng_types)
+        return ["generator"] if self._request.rng_types is None else list(self._request.rng_types)
 
     @rng_types.setter
     def rng_types(self, value: Iterable[Any]) -> None:
-        self._plan.rng_types = plan.check_rng_types(value, self.device)
+        self._request.rng_types = plan.check_rng_types(value, self.device)
 
     @property
     def native_amp(self) -> bool:
@@ -1629,17 +1629,17 @@ class Accelerator(TrainingInfo):
 
         With ``mixed_precision="no"`` it is False, and setting it to True has no effect.
         """
-        return self._plan.precision.is_on and self._plan.precision.dtype is not None
+        return self._request.precision.is_on and self._request.precision.dtype is not None
 
     @native_amp.setter
     def native_amp(self, value: bool) -> None:
-        if value and self._plan.precision.dtype is None:
+        if value and self._request.precision.dtype is None:
             notice_once(
                 "native_amp",
                 'native_amp=True has no effect with mixed_precision="no": make the Accelerator '
                 'with mixed_precision="bf16" or "fp16"',
             )
-        self._plan.precision.is_on = value
+        self._request.precision.is_on = value
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
@@ -1649,7 +1649,7 @@ class Accelerator(TrainingInfo):
     @autocast_handler.setter
     def autocast_handler(self, value: AutocastKwargs | None) -> None:
         self._set_handler(AutocastKwargs, value)
-        self._plan.precision.options = value or AutocastKwargs()
+        self._request.precision.options = value or AutocastKwargs()
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
@@ -1682,7 +1682,7 @@ class Accelerator(TrainingInfo):
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
         """Settings of 8-bit training by torchao; None if none were given and "fp8" is not used."""
-        return self._handler(AORecipeKwargs) or self._plan.precision.recipe
+        return self._handler(AORecipeKwargs) or self._request.precision.recipe
 
     @property
     def has_fp8_handler(self) -> bool:
@@ -1700,7 +1700,7 @@ class Accelerator(TrainingInfo):
         return self._handler(InitProcessGroupKwargs)
 
     def _handler(self, kind: type[_Handler]) -> _Handler | None:
-        return next((one for one in self._plan.handlers if isinstance(one, kind)), None)
+        return next((one for one in self._request.handlers if isinstance(one, kind)), None)
 
     def _set_handler(self, kind: type[KwargsHandler], value: KwargsHandler | None) -> None:
         if value is not None and not isinstance(value, kind):
@@ -1708,8 +1708,8 @@ class Accelerator(TrainingInfo):
                 f"this handler is a {kind.__name__} or None, and a {type(value).__name__} was given"
             )
         # In place: the strategy reads the same list.
-        others = [one for one in self._plan.handlers if not isinstance(one, kind)]
-        self._plan.handlers[:] = [*others, *([] if value is None else [value])]
+        others = [one for one in self._request.handlers if not isinstance(one, kind)]
+        self._request.handlers[:] = [*others, *([] if value is None else [value])]
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
@@ -1717,16 +1717,16 @@ class Accelerator(TrainingInfo):
 
         A change applies to loaders that are prepared later.
         """
-        return self._plan.loaders
+        return self._request.loaders
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self._plan.loaders = plan.resolve_loaders(value)
+        self._request.loaders = plan.resolve_loaders(value)
 
     @property
     def split_batches(self) -> bool:
         """Whether the ranks divide each batch of a loader; if False, each takes whole batches."""
-        return self._plan.loaders.split_batches
+        return self._request.loaders.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
@@ -1734,7 +1734,7 @@ class Accelerator(TrainingInfo):
 
         None means True for iterable datasets whose batches are moved to the device, else False.
         """
-        return self._plan.loaders.dispatch_batches
+        return self._request.loaders.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
@@ -1742,21 +1742,21 @@ class Accelerator(TrainingInfo):
 
         May be set.
         """
-        return self._plan.loaders.even_batches
+        return self._request.loaders.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._plan.loaders.even_batches = value
+        self._request.loaders.even_batches = value
 
     @property
     def use_seedable_sampler(self) -> bool:
         """Whether the order of samples depends only on the seed and the number of the epoch."""
-        return self._plan.loaders.use_seedable_sampler
+        return self._request.loaders.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
         """Whether batches in pinned memory are copied to the device while the CPU continues."""
-        return self._plan.loaders.non_blocking
+        return self._request.loaders.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -1765,7 +1765,7 @@ class Accelerator(TrainingInfo):
         All prepared loaders have a ``state_dict``. That of torchdata includes the ``state_dict`` of
         the dataset, which then resumes without reading the earlier samples again.
         """
-        return self._plan.loaders.use_stateful_dataloader
+        return self._request.loaders.use_stateful_dataloader
 
     @property
     def project_dir(self) -> str | None:

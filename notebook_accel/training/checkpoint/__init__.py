@@ -63,7 +63,7 @@ class Checkpoints:
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._prepared = preparation
         self._progress = TrainingProgress(preparation)
-        self._plan, self._strategy = preparation.plan, preparation.strategy
+        self._request, self._strategy = preparation.request, preparation.strategy
         self._project = project
         self.numbering = folders.Numbering(project)
         self._background_save: BackgroundSave | None = None
@@ -132,7 +132,7 @@ class Checkpoints:
             self._background_save = BackgroundSave(
                 save,
                 lambda: finish(taken, formats.write_prepared(taken, save.staged)),
-                self._plan.topology.device,
+                self._request.topology.device,
             )
         if isinstance(save, RankZeroSave) and not save.writes:
             self._unsettled.append(save)
@@ -144,11 +144,11 @@ class Checkpoints:
 
     @property
     def _needs_all(self) -> bool:
-        return self._strategy.saves_together and self._plan.topology.num_processes > 1
+        return self._strategy.saves_together and self._request.topology.num_processes > 1
 
     def _begin_save(self, asked: Path | None) -> JointSave | RankZeroSave:
         """Return the next save; drop earlier ones that have ended, or that rank 0 passed by."""
-        here, each_machine = self._plan.topology, self._project.save_on_each_node
+        here, each_machine = self._request.topology, self._project.save_on_each_node
         if self._needs_all:
             joint = JointSave("save_state()", here, each_machine=each_machine)
             joint.meet()
@@ -179,7 +179,7 @@ class Checkpoints:
         save.finish(results, lambda of_ranks: formats.complete(written, of_ranks))
         if save.writes and is_numbered:
             self.numbering.remove_oldest()
-        if self._plan.topology.process_index == 0:
+        if self._request.topology.process_index == 0:
             current().report(Saved, folder=str(save.final))
 
     def wait(self) -> None:
@@ -205,7 +205,7 @@ class Checkpoints:
         self.wait()
         if self._needs_all:
             # A rank that is alone here waits, and is named, before it begins a collective.
-            JointSave("save_model()", self._plan.topology).meet()
+            JointSave("save_model()", self._request.topology).meet()
         return self._needs_all
 
     def load(
@@ -358,7 +358,7 @@ class Checkpoints:
     def _require_seen(self, found: Sequence[Path]) -> None:
         """Raise on all ranks if some rank sees none of the checkpoints that rank 0 found."""
         is_unseen = bool(found) and not any(one.exists() for one in found)
-        text = f"not seen on the machine of rank {self._plan.topology.process_index}"
+        text = f"not seen on the machine of rank {self._request.topology.process_index}"
         unseen = self._agree(text if is_unseen else None)
         if unseen:
             raise NotebookAccelError(

@@ -270,7 +270,7 @@ class TrainingProgress:
 
     def __init__(self, preparation: Preparation) -> None:
         self._prepared = preparation
-        self._plan = preparation.plan
+        self._request = preparation.request
         made = current().shared  # with each Accelerator, on all ranks, the places begin anew
         self._number = made["trainings"] = made.get("trainings", 0) + 1
 
@@ -278,11 +278,11 @@ class TrainingProgress:
     def place(self) -> str:
         """The place in the training; ranks that come to the same line of a loop have the same."""
         steps = [known.num_steps for known in self._prepared.optimizers]
-        return f"{self._number} {steps} {self._plan.accumulation.step}"
+        return f"{self._number} {steps} {self._request.accumulation.step}"
 
     def states(self, *, of_all: bool = True, save_id: str | None = None) -> dict[str, Any]:
         """Return the contents of this rank's files by name: its own, and those of all ranks."""
-        own = random_states_file(self._plan.topology.process_index)
+        own = random_states_file(self._request.topology.process_index)
         loaders = self._loader_files() if of_all else ()
         return {
             **{
@@ -293,9 +293,9 @@ class TrainingProgress:
         }
 
     def own_states(self) -> dict[str, Any]:
-        here = self._plan.topology
+        here = self._request.topology
         states = get_random_states(here.device)
-        window = self._plan.accumulation
+        window = self._request.accumulation
         if not self._is_window_open:
             states["step"] = window.step
         else:
@@ -319,7 +319,7 @@ class TrainingProgress:
         steps = [known.num_steps for known in self._prepared.optimizers]
         start, index = Start(step=max(steps, default=0)), None
         if loaders:
-            trained = self._plan.accumulation.trained_on
+            trained = self._request.accumulation.trained_on
             # Not "if trained": that asks a loader for its length, and a stream has none.
             known = [trained is not None and one.is_part_of(trained) for one in loaders]
             index = known.index(True) if any(known) else 0
@@ -339,7 +339,7 @@ class TrainingProgress:
         context, optimizers = current(), self._prepared.optimizers
         if optimizers and context.is_interrupted and not context.left_with_all:
             return True
-        return not self._plan.accumulation.sync_gradients or any(
+        return not self._request.accumulation.sync_gradients or any(
             known.has_unused_gradients for known in optimizers
         )
 
@@ -368,7 +368,7 @@ class TrainingProgress:
         self, folder: Path, options: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
         """Return the random states of rank 0, or else of the first rank whose file is seen here."""
-        here = self._plan.topology
+        here = self._request.topology
         machine = here.process_index - here.local_process_index
         for rank in (0, machine, here.process_index):
             if (states := read_random_states(folder, rank, options)) is not None:
@@ -385,7 +385,7 @@ class TrainingProgress:
 
     def load(self, folder: Path, options: dict[str, Any]) -> None:
         """Restore random states, gradient accumulation, step counts and loader positions."""
-        here = self._plan.topology
+        here = self._request.topology
         own = read_random_states(folder, here.process_index, options)
         if own is None:
             self._note_lack(folder)
@@ -407,8 +407,8 @@ class TrainingProgress:
                     "the last step",
                 )
             current().set_knobs(stands.get("knobs", {}))
-            self._plan.accumulation.reset()
-            self._plan.accumulation.step = stands.get("step", 0)
+            self._request.accumulation.reset()
+            self._request.accumulation.step = stands.get("step", 0)
             start, index, steps = read_progress(stands)
             optimizers = self._prepared.optimizers
             steps = steps if len(steps) == len(optimizers) else [start.step] * len(optimizers)
@@ -416,13 +416,13 @@ class TrainingProgress:
                 known.num_steps = num_steps
             loaders = dict(enumerate(self._loaders()))
             if index in loaders:  # so that a save before the next step names the same loader
-                self._plan.accumulation.trained_on = loaders[index]
-        self._plan.accumulation.note_random_states()
+                self._request.accumulation.trained_on = loaders[index]
+        self._request.accumulation.note_random_states()
         self._load_loaders(folder, (own or {}).get("loaders", []), options)
 
     def _note_lack(self, folder: Path) -> None:
         """Say which ranks of this machine have no file in a checkpoint; the first of them does."""
-        here = self._plan.topology
+        here = self._request.topology
         machine = here.process_index - here.local_process_index
         ranks = range(machine, machine + here.local_num_processes)
         lacking = [rank for rank in ranks if read_random_states(folder, rank) is None]

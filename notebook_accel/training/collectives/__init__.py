@@ -425,15 +425,7 @@ def pad_across_processes(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Pad every tensor to the largest size in ``dim`` that any rank has; all ranks call it.
-
-    Args:
-        tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim`` are
-            equal on all ranks. Tensors that have no dimension ``dim``, or are of torch's nested
-            layout, are returned unchanged.
-        dim: the dimension to pad.
-        group: the ranks; None means all.
-    """
+    """Pad as the public function does (``data_group``), over ``group``; None means all ranks."""
     require_agreement("pad_across_processes", tensor, group, dim)
 
     def pad_across_processes(leaf: torch.Tensor) -> torch.Tensor:

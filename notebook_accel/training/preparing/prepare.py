@@ -70,7 +70,7 @@ class Preparation:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self.plan = plan = strategy.request
+        self.request = request = strategy.request
         self.models: list[PreparedModel] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -79,7 +79,7 @@ class Preparation:
         self.checkpoints: Callable[[], Any] = lambda: None
         self._resumers: list[RemovableHandle] = []
         self.watch = UnpreparedWatch(
-            accumulation=plan.accumulation, scaling=strategy.scaling, models=self.models
+            accumulation=request.accumulation, scaling=strategy.scaling, models=self.models
         )
 
     def prepare(
@@ -160,12 +160,12 @@ class Preparation:
         if known is not None:
             return known
         strategy = self.strategy
-        is_spread = _is_spread(model, self.plan.topology.num_processes)
+        is_spread = _is_spread(model, self.request.topology.num_processes)
         device = None if is_spread else self._device(device_placement)
         shards = strategy.spreads_weights and training
         meta_copy = copy_on_meta(of_torch.original_module(model)) if shards else None
         if not strategy.is_engine:
-            self.plan.precision.wrap(model)
+            self.request.precision.wrap(model)
         wrapped = strategy.prepare_model(ModelToPrepare(model, training, device))
         self._keep(PreparedModel(model, wrapped, training, meta_copy))
         return wrapped
@@ -220,14 +220,14 @@ class Preparation:
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
         """Register a model that is in a wrapper already, set its precision, and return it."""
         if not any(known.wrapped is model for known in self.models):
-            if self.plan.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
+            if self.request.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
                 notice_once(
                     "DataParallel",
                     "a DataParallel model is taken as it is: it uses the devices of one process, "
-                    f"so each of the {self.plan.topology.num_processes} ranks trains a model of "
+                    f"so each of the {self.request.topology.num_processes} ranks trains a model of "
                     "its own; give prepare() the model inside to train one on all of them",
                 )
-            self.plan.precision.wrap(inner)
+            self.request.precision.wrap(inner)
             self._keep(PreparedModel(inner, model, True))
         return model
 
@@ -235,12 +235,12 @@ class Preparation:
         self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
         # Should the run be stopped, this is what was being trained.
-        context, plan = current(), self.plan
-        precision = plan.precision.name
+        context, request = current(), self.request
+        precision = request.precision.name
         if precision == "no":
             types = (one.dtype for one in prepared.inner.parameters() if one.is_floating_point())
             precision = str(next(types, "")).removeprefix("torch.")
-        about = name_of_device(plan.topology.device), precision, self.strategy.label
+        about = name_of_device(request.topology.device), precision, self.strategy.label
         context.note_training(self, ", ".join(filter(None, about)))
         if context.resume_from:  # a loop without a prepared loader begins with a forward
             hook = prepared.wrapped.register_forward_pre_hook(
@@ -257,7 +257,7 @@ class Preparation:
     def off_device(self) -> AbstractContextManager[None]:
         """Return a context within which what was prepared lies on the host."""
         models = [known.inner for known in self.models]
-        return off_device(self.plan.topology.device, models, self.optimizers)
+        return off_device(self.request.topology.device, models, self.optimizers)
 
     def resume(self) -> None:
         if (checkpoints := self.checkpoints()) is None:
@@ -301,7 +301,7 @@ class Preparation:
         if not is_out_of_memory(error):
             return {}
         models = [known.inner for known in self.models]
-        return memory_parts(self.plan.topology.device, models, self.optimizers)
+        return memory_parts(self.request.topology.device, models, self.optimizers)
 
     def prepare_data_loader(
         self,
@@ -319,17 +319,17 @@ class Preparation:
         """
         if any(known is loader for known in self.loaders):
             return loader
-        plan = self.plan
+        request = self.request
         prepared = prepare_loader(
             loader,
-            config=plan.loaders,
+            config=request.loaders,
             device=self._device(placement),
             data_group=self.strategy.data_group,
-            rng_types=plan.rng_types,
+            rng_types=request.rng_types,
             slice_fn=slice_fn,
             ordinal=len(self.loaders),
         )
-        prepared._join(plan.accumulation)
+        prepared._join(request.accumulation)
         self.loaders.append(prepared)
         return prepared
 
@@ -346,7 +346,7 @@ class Preparation:
         for known in self.schedulers:
             if known.scheduler is scheduler:
                 return known
-        plan = self.plan
+        request = self.request
         own = (scheduler.optimizer, getattr(scheduler.optimizer, "optimizer", None))
         bound = [
             known
@@ -356,10 +356,10 @@ class Preparation:
         prepared = self.strategy.wrap_scheduler(
             scheduler,
             bound or self.optimizers,
-            accumulation=plan.accumulation,
+            accumulation=request.accumulation,
             num_steps=self._schedule_steps,
             num_shares=self.strategy.data_group.size,
-            step_with_optimizer=plan.step_scheduler_with_optimizer,
+            step_with_optimizer=request.step_scheduler_with_optimizer,
         )
         self.schedulers.append(prepared)
         return prepared
@@ -367,7 +367,7 @@ class Preparation:
     @property
     def _num_shares(self) -> int:
         """Number of parts into which ranks divide each batch; 1 without ``split_batches``."""
-        return self.strategy.data_group.size if self.plan.loaders.split_batches else 1
+        return self.strategy.data_group.size if self.request.loaders.split_batches else 1
 
     @property
     def _schedule_steps(self) -> int:
@@ -384,8 +384,8 @@ class Preparation:
             cast("list[Any]", known).clear()
 
     def _device(self, placement: bool | None) -> torch.device | None:
-        wanted = self.plan.device_placement if placement is None else placement
-        return self.plan.topology.device if wanted else None
+        wanted = self.request.device_placement if placement is None else placement
+        return self.request.topology.device if wanted else None
 
 
 def _batch_sizes(item: object, num_shares: int) -> list[int]:
