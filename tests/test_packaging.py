@@ -20,11 +20,10 @@ from textwrap import dedent
 import pytest
 import yaml
 from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import KernelManager
 from packaging.requirements import Requirement
 
 from notebook_accel.training.tracking.registry import LOGGER_TYPE_TO_CLASS
-from tests.notebook.kernels import Kernel
+from tests.notebook.kernels import Kernel, kernel_manager
 from tests.public import DOORS, PACKAGE, public_names
 
 TREE = PACKAGE.parent
@@ -179,16 +178,15 @@ def execute(python: Path, code: str, folder: Path) -> str:
     argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "clean"}))
     specs = KernelSpecManager(kernel_dirs=[str(spec.parent)])
-    manager = KernelManager(kernel_name="clean", kernel_spec_manager=specs)
-    manager.start_kernel(cwd=str(folder), env=_without_path())
-    client = manager.blocking_client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=60)
-        reply = Kernel(manager, client).run(code, timeout=90)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    with kernel_manager(kernel_name="clean", kernel_spec_manager=specs) as manager:
+        manager.start_kernel(cwd=str(folder), env=_without_path())
+        client = manager.blocking_client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=60)
+            reply = Kernel(manager, client).run(code, timeout=90)
+        finally:
+            client.stop_channels()
     return "\n".join([reply.text, *reply.traceback])
 
 

@@ -9,6 +9,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections import deque
@@ -36,6 +37,7 @@ __all__ = [
     "Reply",
     "VSCode",
     "kernel_environment",
+    "kernel_manager",
     "open_kernel",
     "overlay",
 ]
@@ -332,18 +334,32 @@ class VSCode(Kernel):
 
 
 @contextmanager
+def kernel_manager(**options: Any) -> Iterator[KernelManager]:
+    """One whose kernel listens on sockets of files, and that ends it.
+
+    A TCP port that the manager finds free may belong to another test's process by the time that
+    the kernel listens there, and the kernel dies of it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        manager = KernelManager(transport="ipc", ip=f"{folder}/kernel", **options)
+        try:
+            yield manager
+        finally:
+            manager.shutdown_kernel(now=True)
+
+
+@contextmanager
 def open_kernel(
     version: str = INSTALLED, page: type[Kernel] = Kernel, session: type[Session] = PageSession
 ) -> Iterator[Kernel]:
-    manager = KernelManager()
     environment = {**os.environ, **kernel_environment(version), "PYTHONFAULTHANDLER": "1"}
-    manager.start_kernel(env=environment, cwd=str(ROOT))
-    client = manager.blocking_client()
-    client.session = session(key=manager.session.key)
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=60)
-        yield page(manager, client)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    with kernel_manager() as manager:
+        manager.start_kernel(env=environment, cwd=str(ROOT))
+        client = manager.blocking_client()
+        client.session = session(key=manager.session.key)
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=60)
+            yield page(manager, client)
+        finally:
+            client.stop_channels()

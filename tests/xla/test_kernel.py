@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_client.manager import start_new_kernel
+
+from tests.notebook.kernels import kernel_manager
 
 TRAIN = """
 import torch
@@ -43,12 +43,15 @@ print([(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress])
 
 @pytest.fixture
 def kernel(two_ranks: int) -> Iterator[Any]:
-    manager, client = start_new_kernel(kernel_name="python3", env={**os.environ})
-    try:
-        yield client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    with kernel_manager() as manager:
+        manager.start_kernel()
+        client = manager.blocking_client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=60)
+            yield client
+        finally:
+            client.stop_channels()
 
 
 def execute(client: Any, code: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_client.manager import KernelManager
+
+from tests.notebook.kernels import kernel_manager
 
 _ROOT = Path(__file__).parents[3]
 _SECONDS = 60
@@ -38,29 +39,27 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    manager = KernelManager(kernel_name="python3")
-    manager.kernel_spec.argv[0] = sys.executable
-    manager.start_kernel(cwd=str(tmp_path))
-    client = manager.client()
-    client.start_channels()
+    with kernel_manager() as manager:
+        manager.kernel_spec.argv[0] = sys.executable
+        manager.start_kernel(cwd=str(tmp_path))
+        client = manager.client()
+        client.start_channels()
 
-    def run(text: str) -> str:
-        printed: list[str] = []
+        def run(text: str) -> str:
+            printed: list[str] = []
 
-        def show(message: dict[str, Any]) -> None:
-            printed.append(message["content"].get("text", ""))
+            def show(message: dict[str, Any]) -> None:
+                printed.append(message["content"].get("text", ""))
 
-        client.wait_for_ready(timeout=_SECONDS)
-        reply = client.execute_interactive(
-            textwrap.dedent(text), timeout=_SECONDS, output_hook=show, allow_stdin=False
-        )
-        assert reply["content"]["status"] == "ok", "\n".join(reply["content"]["traceback"])
-        return "".join(printed)
+            client.wait_for_ready(timeout=_SECONDS)
+            reply = client.execute_interactive(
+                textwrap.dedent(text), timeout=_SECONDS, output_hook=show, allow_stdin=False
+            )
+            assert reply["content"]["status"] == "ok", "\n".join(reply["content"]["traceback"])
+            return "".join(printed)
 
-    yield run
-    client.stop_channels()
-    # The process of the ranks ends with it, by the end of their connection.
-    manager.shutdown_kernel(now=True)
+        yield run
+        client.stop_channels()
 
 
 def test_cells_of_a_kernel(run: Callable[[str], str], tmp_path: Path) -> None:
