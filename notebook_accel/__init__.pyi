@@ -60,6 +60,6 @@ from .training.state import PartialState as PartialState
 from .training.stepping.accumulation import GradientState as GradientState
 from .training.stepping.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from .training.stepping.optimizer import AcceleratedScheduler as AcceleratedScheduler
-from .training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from .training.strategies.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 
 __version__: str

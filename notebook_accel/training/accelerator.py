@@ -74,7 +74,7 @@ from notebook_accel.training.stepping.optimizer import (
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
 from notebook_accel.training.strategies import make_strategy
 from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
-from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking.profiling import profile
 from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.tracker import BlankTracker, GeneralTracker, Tracking

@@ -26,7 +26,7 @@ from notebook_accel.training.settings.handlers import DistributedType, InitProce
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin
-from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
 
 _SETTINGS = "accelerator settings"
 

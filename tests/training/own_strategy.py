@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from notebook_accel.training import strategies
-from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class PlainPlugin(StrategyPlugin):
+class PlainPlugin(strategies.StrategyPlugin):
     """``Accelerator(plain_plugin=PlainPlugin())`` chooses the strategy; its settings go here."""
 
     switch = "USE_PLAIN"  # or ACCELERATE_USE_PLAIN=true in the environment

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.training.preparing.prepare import _batch_sizes
 from notebook_accel.training.stepping.accumulation import resolve_plugin
-from notebook_accel.training.strategies.deepspeed import deepspeed_plugin
+from notebook_accel.training.strategies import deepspeed_plugin
 from tests.training.loading import Stream, numbers, prepare
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 

@@ -92,12 +92,18 @@ from notebook_accel.training.strategies.compiling import (
     has_compiled_regions,
     is_compiled_module,
 )
-from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import (
+from notebook_accel.training.strategies.deepspeed import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    GatheredParameters,
+)
+from notebook_accel.training.strategies.deepspeed_plugin import (
     DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
     HfDeepSpeedConfig,
 )
-from notebook_accel.training.strategies.deepspeed.zero_config import DummyOptim, DummyScheduler
-from notebook_accel.training.strategies.deepspeed.zero_engine import *
 from notebook_accel.training.tracking.registry import LoggerType
 
 from .tqdm import *

@@ -18,7 +18,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.formats import Format, entries
 from notebook_accel.training.settings.handlers import ProjectConfiguration
-from notebook_accel.training.strategies.deepspeed.deepspeed_strategy import DeepSpeedFiles
+from notebook_accel.training.strategies.deepspeed import DeepSpeedFiles
 from notebook_accel.training.strategies.defaults import sharded
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")

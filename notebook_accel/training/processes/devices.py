@@ -30,8 +30,8 @@ from notebook_accel.training.settings.handlers import DistributedType
 _PCI = Path("/sys/bus/pci/devices")
 _log = logging.getLogger(__name__)
 
-# Kinds that torch does not know: a module in this folder has what torch's own have for others.
-_DRIVERS = {"xla": "notebook_accel.training.xla.xla_processes"}
+# Kinds that torch does not know: a module of this folder has what torch's own have for others.
+_DRIVERS = {"xla": "notebook_accel.training.processes.xla"}
 HOST = torch.device("cpu")
 
 

@@ -25,8 +25,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
 from notebook_accel.text_values import parse_flag
 from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.handlers import StrategyPlugin
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy

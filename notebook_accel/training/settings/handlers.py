@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, EnumMeta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from notebook_accel.config.checks import as_index
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.settings import environment
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -466,6 +467,72 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+
+
+class StrategyPlugin:
+    """Base class of the settings by which a user chooses a strategy (a kind of parallelism).
+
+    A strategy is the class that does one kind of parallelism, such as FSDP or DeepSpeed::
+
+        argument, or environment variable --resolve--> plugin --> Request.plugins --> strategy
+
+    The table ``PLUGIN_ARGUMENTS`` of ``strategies/__init__.py`` has the plugin classes by their
+    arguments of ``Accelerator``.
+    """
+
+    switch: ClassVar[str]
+    composes: ClassVar[bool] = True
+    divides_layers: bool = False
+
+    @classmethod
+    def resolve(cls, argument: str, given: Any) -> StrategyPlugin | None:
+        """Return the plugin that was given; else a default one if ``switch`` is true, else None.
+
+        Args:
+            argument: name of the argument of ``Accelerator``, for error messages.
+            given: value of that argument; None if the user gave none.
+
+        Raises:
+            ConfigError: an object of another class was given.
+        """
+        if given is None:
+            return cls() if environment.read_flag(cls.switch) else None
+        if not isinstance(given, cls):
+            raise ConfigError(f"{argument} is a {type(given).__name__}: expected a {cls.__name__}")
+        return given
+
+    def check_ranks(
+        self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
+    ) -> None:
+        """Raise if these settings cannot use this number of ranks; the base class accepts any.
+
+        It is called before ranks connect, so that each rank fails and none waits for another.
+
+        Args:
+            plugins: all plugins in use, by the names of their arguments.
+            num_processes: number of ranks.
+            local_num_processes: number of ranks of this machine.
+
+        Raises:
+            ConfigError: the number of ranks does not fit the settings.
+        """
+
+    def resolve_precision(self, asked: str | None) -> str | None:
+        """Return the mixed precision to use; the base class returns ``asked``.
+
+        Args:
+            asked: the ``mixed_precision`` of ``Accelerator``; None if the user gave none.
+        """
+        return asked
+
+    def resolve_steps(self, asked: int | None) -> int | None:
+        """Return the batches per optimizer step; the base class returns ``asked``.
+
+        Args:
+            asked: the ``gradient_accumulation_steps`` of ``Accelerator``; None if the user gave
+                none.
+        """
+        return asked
 
 
 def as_steps(what: str, num_steps: Any, least: int = 1) -> int:

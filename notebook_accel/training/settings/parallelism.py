@@ -19,8 +19,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.settings.handlers import as_steps
-from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
+from notebook_accel.training.settings.handlers import StrategyPlugin, as_steps
 
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 

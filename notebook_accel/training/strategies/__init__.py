@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.settings.handlers import StrategyPlugin
 from notebook_accel.training.settings.parallelism import ParallelismConfig
-from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 from notebook_accel.training.strategies.base import Strategy
-from notebook_accel.training.strategies.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "PrepareCall",
     "Request",
     "Strategy",
+    "StrategyPlugin",
     "make_strategy",
     "resolve_plugins",
 ]
@@ -52,12 +53,10 @@ class Choice(NamedTuple):
 
 # In order: what was asked for by name comes before what follows from the number of ranks.
 STRATEGIES = {
-    "xla": Choice(
-        lambda request: request.topology.device.type == "xla", "..xla.xla_strategy", "XlaParallel"
-    ),
+    "xla": Choice(lambda request: request.topology.device.type == "xla", ".xla", "XlaParallel"),
     "deepspeed": Choice(
         lambda request: "deepspeed_plugin" in request.plugins,
-        ".deepspeed.deepspeed_strategy",
+        ".deepspeed",
         "DeepSpeedZero",
     ),
     "pipeline": Choice(lambda request: "pp" in request.mesh_dims, ".pipeline", "PipelineParallel"),

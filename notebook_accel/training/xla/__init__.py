@@ -1,1 +1,0 @@
-"""TPUs by torch_xla, behind the interface of a strategy."""
