@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accel.config.checks import as_count
+from notebook_accel.config.checks import as_count, shown
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError
-from notebook_accel.text_values import shown
 
 # Types in the file that this package does not have.
 _ABSENT = ("MEGATRON_LM", "XLA", "TPU")

@@ -1,4 +1,4 @@
-"""Checks of single values: a ConfigError calls it ``name`` and says what was expected."""
+"""Single values: read from text, checked, shown. A ConfigError says which name and what instead."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ import importlib.metadata
 import math
 import operator
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.text_values import shown
 
 _OLDEST_TORCH = (2, 9)
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "on", "y", "t"), True),
+    **dict.fromkeys(("0", "false", "no", "off", "n", "f"), False),
+}
+
+# YAML's aliases make a value of gigabytes out of 300 bytes.
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxstring, _repr.maxother, _repr.maxlong = 3, 200, 200, 100
 
 
 @functools.cache
@@ -150,3 +158,28 @@ def check_enough(wanted: int, available: int, why: str) -> None:
             f"num_processes={available}, or for devices='cpu', or let ranks share accelerators "
             "with config=LaunchConfig(backend='gloo')"
         )
+
+
+def shown(value: object) -> str:
+    """Return ``repr(value)`` for an error message, shortened if it is long."""
+    return _repr.repr(value)
+
+
+def parse_flag(name: str, text: str) -> bool:
+    """Return True for "true", "1", "yes", "on", "y", "t", False for their opposites."""
+    found = value_of(text, bool)
+    if not isinstance(found, bool):
+        raise ConfigError(f"{name}={shown(text)}: expected true or false")
+    return found
+
+
+def value_of(text: str, kind: Any) -> Any:
+    """Return a text that cannot be converted unchanged: the caller checks it."""
+    import msgspec
+
+    if kind is bool:
+        return _FLAGS.get(text.strip().lower(), text)
+    try:
+        return msgspec.convert(text if kind is str else text.strip(), kind, strict=False)
+    except msgspec.ValidationError:
+        return text

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from notebook_accel.config import accelerate_yaml, checks
+from notebook_accel.config.checks import shown
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.config.file import expanded, read_settings, replace_text
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import documented, setting, settings_of
 from notebook_accel.errors import ConfigError
-from notebook_accel.text_values import shown
 
 # Whether a backend of torch.distributed works on CPUs, and lets several ranks share an accelerator.
 _BACKENDS = {"nccl": False, "gloo": True}

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from notebook_accel.config.checks import parse_flag, shown
 from notebook_accel.config.deepspeed_options import DeepSpeedOptions
 from notebook_accel.config.fsdp_options import FsdpOptions
 from notebook_accel.config.mesh_options import MeshOptions
 from notebook_accel.config.setting import Setting, settings_of
 from notebook_accel.errors import ConfigError
-from notebook_accel.text_values import parse_flag, shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from notebook_accel.config.checks import as_choice, as_count, as_flag, as_positive, as_text
-from notebook_accel.text_values import value_of
+from notebook_accel.config.checks import (
+    as_choice,
+    as_count,
+    as_flag,
+    as_positive,
+    as_text,
+    value_of,
+)
 
 _Class = TypeVar("_Class", bound=type)
 _ROW = "setting"

@@ -18,13 +18,13 @@ from typing import Any
 
 import platformdirs
 
+from notebook_accel.config.checks import parse_flag, shown, value_of
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.config.file import expanded
 from notebook_accel.config.launch_config import LaunchConfig, check_names, settings_in_file
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import settings_of
 from notebook_accel.errors import ConfigError
-from notebook_accel.text_values import parse_flag, shown, value_of
 
 # Settings whose values are no text.
 _NO_VARIABLE = ("env", *PLUGINS)

@@ -24,8 +24,7 @@ from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
 from notebook_accel.launch.template.handle import imports_line
-from notebook_accel.system.memory import free_in_container
-from notebook_accel.system.open_files import files_needed, hard_limit
+from notebook_accel.system.limits import files_needed, free_in_container, hard_limit
 
 FINE, HURTS, STOPS = "fine", "hurts", "stops"
 SIGNS = {FINE: "✓", HURTS: "!", STOPS: "✗"}

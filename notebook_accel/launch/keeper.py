@@ -33,7 +33,7 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
-from notebook_accel.system.open_files import raise_limit
+from notebook_accel.system.limits import raise_limit
 from notebook_accel.system.processes import is_readable
 
 # As often as a kernel draws.

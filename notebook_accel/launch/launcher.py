@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import secrets
 import sys
 import time
 import weakref
@@ -19,12 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError
+from notebook_accel.config.checks import shown
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control.call import Call, NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore
@@ -38,14 +41,13 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.payload import PackedCall, Registry, pack_call
 from notebook_accel.launch.rank_environment import rank_environment
-from notebook_accel.launch.resuming import folder_for_clone
-from notebook_accel.launch.run import Run, call_of, raise_error
+from notebook_accel.launch.run import Run, call_of, raise_error, save_to
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.view import GuardedView, View
-from notebook_accel.rank.knob_limits import checked
+from notebook_accel.rank.knobs import checked
 from notebook_accel.system.interrupts import Presses, held
-from notebook_accel.system.open_files import check_open_files, naming_what_is_short
+from notebook_accel.system.limits import check_open_files, naming_what_is_short
 from notebook_accel.wire import KnobValue
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
@@ -55,6 +57,8 @@ _KILL_SECONDS = 10.0
 _CALLS_BETWEEN_REMOVALS = 25
 # Characters of a run's name and of its arguments: each stands in one line with state and time.
 _MAX_NAME = _MAX_ARGUMENTS = 60
+# In the folder of a run that was stopped, once another goes on from there.
+_STOPPED = "stopped"
 
 
 def launch(request: LaunchRequest) -> Run:
@@ -533,3 +537,68 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
         rescued_as = call.state.rescued_as
         if rescued_as and not error.args and not call.view.is_shown:
             error.args = (RESCUED + rescued_as,)
+
+
+# ---- which checkpoint a launch goes on from --------------------------------------------------
+
+
+def folder_to_resume(source: object) -> str:
+    """Return the folder of a run's newest state, or a folder of checkpoints after a look into it.
+
+    Raises:
+        ConfigError: there is no checkpoint, or ``source`` is something else.
+    """
+    if isinstance(source, Run):
+        return _folder_of(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            f"resume={shown(source)}: expected a run, such as last_run(), or a folder of "
+            "checkpoints"
+        )
+    folder = Path(source).expanduser().resolve()
+    # Imported when it is used: it needs torch.
+    start = import_module("notebook_accel.training.checkpoint.start")
+    if not start.candidates(folder):
+        what = "there is no checkpoint in it" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"resume={str(source)!r}: {what}")
+    return str(folder)
+
+
+def folder_for_clone(run: Run) -> str:
+    """Return what a clone begins with: a checkpoint of this moment, or what an ended run left."""
+    if run.state.has_ended:
+        return folder_to_resume(run)
+    if run.status == "paused":
+        raise ConfigError(f"{run!r} is paused: run.go_on() first, or clone it without warm=True")
+    folder = run.log_dir / f"warm-{secrets.token_hex(4)}"
+    save_to(run, folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{run!r} has prepared no model yet, with which a clone could begin")
+    return str(folder)
+
+
+def _folder_of(run: Run) -> str:
+    lost = ""
+    if run.state.has_ended:
+        try:
+            if (rescued := run.rescued) is not None:
+                folder = run.log_dir / _STOPPED
+                if not folder.exists():
+                    folder.parent.mkdir(parents=True, exist_ok=True)
+                    rescued.write_checkpoint(folder)
+                return str(folder)
+        except (NotebookAccelError, ValueError, OSError) as error:
+            lost = f"; what was trained when it was stopped cannot be used: {error}"
+    if Path(run.state.checkpoint or "-").is_dir():
+        return run.state.checkpoint
+    if run.state.checkpoint:
+        why = f"Its newest checkpoint, {run.state.checkpoint}, is not there any more"
+    elif not run.state.has_ended:
+        why = "It goes on, and has written no checkpoint: run.stop() it, or run.save()"
+    else:
+        why = (
+            "It wrote no checkpoint, and was not stopped while it trained prepared models (a "
+            "function that reads should_stop returns by itself): save_state() or "
+            "resume_or_start() keeps one"
+        )
+    raise ConfigError(f"resume={run!r}: it left nothing to go on from. {why}{lost}")

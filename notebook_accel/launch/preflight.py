@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from notebook_accel.config import LaunchConfig, shares_devices
-from notebook_accel.config.checks import as_seconds, check_enough, too_old_torch
+from notebook_accel.config.checks import as_seconds, check_enough, shown, too_old_torch
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.machine import Machine
 from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
-from notebook_accel.system.open_files import check_open_files, files_needed, hard_limit
-from notebook_accel.text_values import shown
+from notebook_accel.system.limits import check_open_files, files_needed, hard_limit
 
 _GIB = 1024**3
 # Of a rank that has imported torch, before it has a model.

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from notebook_accel.config import LaunchConfig, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
-from notebook_accel.system.kept_environment import kept_environment
+from notebook_accel.system.processes import kept_environment
 
 # On a CPU, Hugging Face Accelerate in a rank makes a world of one, unless this says that the CPU
 # is meant.

@@ -25,7 +25,7 @@ from notebook_accel.launch.text import wording
 from notebook_accel.notebook.controls import MAX_KNOBS, control_of, row_of, value_in
 from notebook_accel.notebook.display_slot import start_thread
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.rank.knob_limits import checked
+from notebook_accel.rank.knobs import checked
 from notebook_accel.wire import KnobMade
 
 _TOOLTIP = "Launch the same function again with other arguments or knobs"

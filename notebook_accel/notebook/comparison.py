@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.curves import Curve, mode_of, to_draw
+from notebook_accel.launch.control.curves import Curve, chosen, mode_of, to_draw
 from notebook_accel.launch.control.metrics_file import MetricReader
-from notebook_accel.launch.control.plotting import chosen
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording

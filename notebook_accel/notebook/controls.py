@@ -19,7 +19,7 @@ from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.rank.knob_limits import checked
+from notebook_accel.rank.knobs import checked
 from notebook_accel.render.markup import element, join, shorten
 
 _SAVE_TOOLTIP = (

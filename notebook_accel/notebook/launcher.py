@@ -16,14 +16,13 @@ from typing import Any, Concatenate, ParamSpec
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import LaunchConfig, given_settings, resolve
-from notebook_accel.config.checks import as_count, as_flag
+from notebook_accel.config.checks import as_count, as_flag, shown
 from notebook_accel.errors import ConfigError, WorkerError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.resuming import folder_to_resume
+from notebook_accel.launch.launcher import folder_to_resume, launch
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.cell_setup import read_setup
@@ -33,7 +32,6 @@ from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.kernel_session import session_for
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.views import choose_view, dashboard_in
-from notebook_accel.text_values import shown
 
 P = ParamSpec("P")
 # Fields of the next request: set in the thread of a sweep, which launches nothing but trials.

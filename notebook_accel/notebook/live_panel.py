@@ -23,8 +23,7 @@ import ipywidgets
 from markupsafe import Markup
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.hang import Hang
-from notebook_accel.launch.control.run_state import Display, RunState
+from notebook_accel.launch.control.run_state import Display, Hang, RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import Throughput

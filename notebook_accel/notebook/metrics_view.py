@@ -11,8 +11,7 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accel.launch.control.curves import Curve, LiveCurves, to_draw
-from notebook_accel.launch.control.plotting import Point, metric_curves
+from notebook_accel.launch.control.curves import Curve, LiveCurves, Point, metric_curves, to_draw
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.comparison import NO_ORIGINAL, Original
 from notebook_accel.notebook.widgets import PanelWidgets

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from markupsafe import Markup
 
-from notebook_accel.config.checks import as_choice
+from notebook_accel.config.checks import as_choice, shown
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
-from notebook_accel.launch.control.curves import mode_of
-from notebook_accel.launch.control.plotting import plot_together
+from notebook_accel.launch.control.curves import mode_of, plot_together
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
@@ -32,7 +31,6 @@ from notebook_accel.notebook.views import choose_view
 from notebook_accel.render import charts
 from notebook_accel.render.markup import element
 from notebook_accel.render.snapshot import COLOURS
-from notebook_accel.text_values import shown
 
 T = TypeVar("T")
 # Metrics with a column; of more the first ones have one.

@@ -6,6 +6,7 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
+from notebook_accel.config.checks import shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import RunState
@@ -19,7 +20,6 @@ from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.rank_displays import OnDemand, RankDisplays
 from notebook_accel.render.snapshot import render_line, render_slim
-from notebook_accel.text_values import shown
 
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.
 

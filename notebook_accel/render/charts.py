@@ -24,8 +24,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from notebook_accel.launch.control.curves import Curve
-from notebook_accel.launch.control.plotting import Point
+from notebook_accel.launch.control.curves import Curve, Point
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, not_finite_note

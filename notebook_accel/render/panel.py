@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 from markupsafe import Markup
 
-from notebook_accel.launch.control.hang import Hang
-from notebook_accel.launch.control.run_state import RankState, RunState
+from notebook_accel.launch.control.run_state import Hang, RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import (
     ProgressLine,

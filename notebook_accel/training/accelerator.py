@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from tqdm import auto
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.rank.knobs import Knob, make_knob
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training import collectives
 from notebook_accel.training.checkpoint import Checkpoints
@@ -65,7 +66,6 @@ from notebook_accel.training.state import (
     newest_settings,
 )
 from notebook_accel.training.stepping.accumulation import GradientState, window
-from notebook_accel.training.stepping.knobs import Knob, make_knob
 from notebook_accel.training.stepping.optimizer import (
     AcceleratedOptimizer,
     AcceleratedScheduler,

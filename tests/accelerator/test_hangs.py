@@ -20,7 +20,7 @@ from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.hang import Hang
+    from notebook_accel.launch.control.run_state import Hang
     from notebook_accel.launch.run import Run
 
 _SECONDS = 15.0

@@ -519,9 +519,9 @@ def test_the_process_group_is_made_anew_however_the_call_before_ended(book: Note
 def test_an_interrupt_ends_a_cell_that_hangs_and_keeps_the_session(book: Notebook) -> None:
     before = book.run("%%accelerate\npids")
     # As after eight seconds of silence.
-    book.run("from notebook_accel.launch.control import hang_watch")
-    patience = "hang_watch._SILENT_SECONDS = hang_watch._AGAIN_SECONDS"
-    book.run(f"usual = hang_watch._SILENT_SECONDS, hang_watch._AGAIN_SECONDS\n{patience} = 0.3")
+    book.run("from notebook_accel.launch.control import hang")
+    patience = "hang._SILENT_SECONDS = hang._AGAIN_SECONDS"
+    book.run(f"usual = hang._SILENT_SECONDS, hang._AGAIN_SECONDS\n{patience} = 0.3")
     started = book.start("""
         %%accelerate
         import time
@@ -538,7 +538,7 @@ def test_an_interrupt_ends_a_cell_that_hangs_and_keeps_the_session(book: Noteboo
     assert reply.status == "error"
     shown = [output["data"].get("text/html", "") for output in kernel.displays.values()]
     assert any(map(says.search, shown)), "the summary says it, too"
-    book.run("hang_watch._SILENT_SECONDS, hang_watch._AGAIN_SECONDS = usual")
+    book.run("hang._SILENT_SECONDS, hang._AGAIN_SECONDS = usual")
     assert "KeyboardInterrupt" in "\n".join(reply.traceback)
     assert book.run("%%accelerate\npids") == before
     assert book.run("%%accelerate\nint(accelerator.reduce(torch.ones(1)))") == "ranks 0-1: 2\n"

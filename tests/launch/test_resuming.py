@@ -18,7 +18,7 @@ from notebook_accel import (
     RunStopped,
     WorkerError,
 )
-from notebook_accel.launch.resuming import folder_to_resume
+from notebook_accel.launch.launcher import folder_to_resume
 from notebook_accel.launch.run import call_of
 from tests.launches import launch
 from tests.waiting import eventually

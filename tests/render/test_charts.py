@@ -27,7 +27,7 @@ from tests.notebook.widgets import field, part
 from tests.render.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.plotting import Point
+    from notebook_accel.launch.control.curves import Point
 
 
 # ---- of a saved notebook

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.hang import Hang
+from notebook_accel.launch.control.run_state import Hang
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.panel import (
     Details,

@@ -9,8 +9,7 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.curves import Curve
-from notebook_accel.launch.control.hang import Hang
-from notebook_accel.launch.control.run_state import RESCUED, Failure
+from notebook_accel.launch.control.run_state import RESCUED, Failure, Hang
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.snapshot import MAX_BYTES, render_slim, render_snapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from notebook_accel.system.open_files import check_open_files
+from notebook_accel.system.limits import check_open_files
 from tests.descriptors import open_descriptors
 
 _LEAKY = """

@@ -46,8 +46,8 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
-from notebook_accel.system import open_files, processes, scratch
-from notebook_accel.system.memory import free_memory
+from notebook_accel.system import limits, processes, scratch
+from notebook_accel.system.limits import free_memory
 
 # How long the last messages wait for a kernel that does not read.
 _FLUSH_SECONDS = 1200.0
@@ -98,7 +98,7 @@ def main(channel: Channel, kernel: int, first: tuple[wire.Message, list[int]]) -
     for number in (signal.SIGINT, worker.STACKS_SIGNAL, WAKE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     processes.adopt_orphans()
-    open_files.raise_limit()
+    limits.raise_limit()
     message, _ = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")

@@ -49,7 +49,7 @@ import msgspec
 from notebook_accel import wire
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.control.curves import LiveCurves
-from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.hang import HangWatch
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.pool import AgentEnd, RankPool
 from notebook_accel.launch.control.results import Results, StoredResults

@@ -43,7 +43,7 @@ from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.text.terminal_text import as_shown
 from notebook_accel.launch.transport.channel import encode
 from notebook_accel.system.interrupts import held
-from notebook_accel.system.open_files import TOO_MANY_FILES, too_many_files
+from notebook_accel.system.limits import TOO_MANY_FILES, too_many_files
 from notebook_accel.system.own_files import (
     FULL_DISK,
     log_path,

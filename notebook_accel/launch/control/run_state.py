@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from notebook_accel import wire
 from notebook_accel.launch.control.curves import mode_of
-from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.text.terminal_text import Tail, append_output
 
 ENDED = ("succeeded", "failed", "stopped")
@@ -189,6 +188,22 @@ class Failure:
     exitcode: int | None = None
     signal: str | None = None
     is_of_start: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Ranks that wait in collectives for ranks that do not come, or that are suspended (SIGSTOP).
+
+    Attributes:
+        since: the last time at which any rank made progress (``RunState.now``: wall time, seconds).
+    """
+
+    is_certain: bool
+    text: str
+    since: float
+    operations: dict[int, str]
+    elsewhere: dict[int, str]
+    stacks: tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

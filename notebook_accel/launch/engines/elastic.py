@@ -54,8 +54,7 @@ from notebook_accel.launch.transport.machine_link import (
     await_from_thread,
     open_link,
 )
-from notebook_accel.system.kept_environment import kept_environment
-from notebook_accel.system.processes import import_path
+from notebook_accel.system.processes import import_path, kept_environment
 
 # Until all machines have joined: a person walks to another screen and copies a command.
 _JOIN_SECONDS = 600.0

@@ -53,8 +53,7 @@ from notebook_accel.launch.transport.machine_link import (
     in_background,
     server_context,
 )
-from notebook_accel.system.kept_environment import kept_environment
-from notebook_accel.system.processes import import_path
+from notebook_accel.system.processes import import_path, kept_environment
 
 # The machine has its template before it joins, and forks an agent in milliseconds.
 _AGENT_SECONDS = 60.0

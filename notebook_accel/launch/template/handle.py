@@ -42,16 +42,15 @@ from uuid import uuid4
 import psutil
 
 from notebook_accel import wire
+from notebook_accel.config.checks import parse_flag
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.template.prepared import ITS_THREADS
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.private.of_debugpy import without_debugger
 from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
-from notebook_accel.system.kept_environment import kept_environment
-from notebook_accel.system.open_files import naming_what_is_short
-from notebook_accel.system.processes import import_path, is_readable, python_code
-from notebook_accel.text_values import parse_flag
+from notebook_accel.system.limits import naming_what_is_short
+from notebook_accel.system.processes import import_path, is_readable, kept_environment, python_code
 from notebook_accel.tpu import AUTOLOAD
 
 T = TypeVar("T")

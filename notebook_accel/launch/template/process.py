@@ -31,7 +31,7 @@ from notebook_accel import tpu, wire
 from notebook_accel.launch.template.forking import end_everything, fork, run_agent
 from notebook_accel.launch.template.prepared import Preparer, reap
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.system import open_files, processes, scratch
+from notebook_accel.system import limits, processes, scratch
 
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
@@ -60,7 +60,7 @@ def serve(fd: int, kernel_pid: int) -> None:
         os.dup2(nothing.fileno(), 0)
     processes.adopt_orphans()
     # Two descriptors for each agent that lives.
-    open_files.raise_limit()
+    limits.raise_limit()
     with processes.acting_on_exit(kernel, end_everything):
         # The collector would look through what is imported again and again, which takes a tenth of
         # the time of the imports.

@@ -64,7 +64,7 @@ from notebook_accel.launch.worker.tracebacks import error_text, exit_code, forma
 from notebook_accel.private import of_python
 from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
-from notebook_accel.system.memory import free_memory
+from notebook_accel.system.limits import free_memory
 from notebook_accel.system.own_files import FULL_DISK
 
 # faulthandler writes the stacks on it, also while native code holds the GIL.

@@ -13,10 +13,9 @@ from copy import copy
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.config.checks import as_count
+from notebook_accel.config.checks import as_count, shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialChoice, TrialRecord
-from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from notebook_accel.notebook.sweeps.trial import Trial

@@ -22,14 +22,13 @@ import psutil
 
 from notebook_accel import wire
 from notebook_accel.config import resolve
-from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
+from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds, shown
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import detached, run_list
 from notebook_accel.launch.control.run_folder import new_run_id
 from notebook_accel.launch.control.run_state import TrialOf
-from notebook_accel.launch.launcher import named_arguments
+from notebook_accel.launch.launcher import folder_for_clone, named_arguments
 from notebook_accel.launch.preflight import check_call
-from notebook_accel.launch.resuming import folder_for_clone
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
@@ -48,7 +47,6 @@ from notebook_accel.notebook.sweeps.trial import Trial, in_a_line
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.system.interrupts import held
-from notebook_accel.text_values import shown
 
 # Between two looks at the trials, and two drawings of the table.
 _LOOK_SECONDS = 0.05

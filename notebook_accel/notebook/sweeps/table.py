@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from notebook_accel.launch.control.plotting import Point
+from notebook_accel.launch.control.curves import Point
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.summary import SIGNS, elapsed

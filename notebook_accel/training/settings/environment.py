@@ -10,8 +10,8 @@ import importlib.util
 import os
 from collections.abc import Iterable
 
+from notebook_accel.config.checks import parse_flag
 from notebook_accel.errors import ConfigError
-from notebook_accel.text_values import parse_flag
 
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 

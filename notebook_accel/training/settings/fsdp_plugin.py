@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from notebook_accel.config.checks import parse_flag
 from notebook_accel.config.fsdp_options import FsdpOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
-from notebook_accel.text_values import parse_flag
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import StrategyPlugin
 from notebook_accel.training.settings.notices import notice_once

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from notebook_accel.text_values import parse_flag
+from notebook_accel.config.checks import parse_flag
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.tracking.tracker import LibraryTracker, numbers_of, on_main_process
 

@@ -9,13 +9,13 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.hang import (
+    HangWatch,
     RankStack,
     at_waits,
     differences,
     text_of_difference,
     waits,
 )
-from notebook_accel.launch.control.hang_watch import HangWatch
 from tests.notebook.states import after, running
 
 CELL = "/tmp/ipykernel_1/1.py"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.hang import RankStack, find_hang, read_stack
-from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.hang import HangWatch, RankStack, find_hang, read_stack
 from notebook_accel.launch.control.stacks import frames_of_function
 from tests.notebook.states import after, running
 

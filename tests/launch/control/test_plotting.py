@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from notebook_accel.launch.control.plotting import metric_curves, number_steps, plot_together
+from notebook_accel.launch.control.curves import metric_curves, number_steps, plot_together
 
 
 def row(name: str, value: float, *, rank: int = 0, step: int | None = None) -> dict[str, object]:

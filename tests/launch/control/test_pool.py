@@ -13,7 +13,7 @@ from notebook_accel import LaunchError, wire
 from notebook_accel.actions.scoreboard import STOP
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
-from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.hang import HangWatch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played

@@ -1,17 +1,18 @@
 """Knobs: values of a training that a person changes while it goes on.
 
 ``run.set(lr=1e-4)``, or a control of the panel, changes a knob on all ranks at the same step.
-Outside of a launch a knob is its default.
+Outside of a launch a knob is its default. ``checked`` says which values a knob may have: the
+notebook asks it in ``run.set``, a rank where it makes a knob.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.errors import ConfigError
-from notebook_accel.rank.knob_limits import checked
 from notebook_accel.rank.this_rank import current
 
 
@@ -104,3 +105,31 @@ def _check(name: str, default: object, low: float | None, high: float | None, *,
             f"knob({name!r}, {default!r}): the default is a whole number, and {ends[0]!r} is not; "
             f"take {float(default)!r} for a knob of any number"
         )
+
+
+_KINDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}
+
+
+def checked(knob: wire.KnobMade, value: object) -> wire.KnobValue:
+    """Return a value for a knob, in the type that the knob has."""
+    kind = type(knob.value)
+    is_number = kind in (int, float)
+    try:
+        # NumPy's and torch's numbers as well; a bool is no number here, nor is 0.5 a whole one.
+        is_taken = not is_number or isinstance(value, (bool, str))
+        made: Any = value if is_taken else kind(value)  # type: ignore[call-overload, arg-type]
+        fits = type(made) is kind and (not is_number or made == value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        fits = False
+    if not fits or (kind is float and not math.isfinite(made)):
+        because = f", as {knob.value!r} is: {float(knob.value)!r} takes any" if kind is int else ""
+        raise ConfigError(
+            f"knob {knob.name!r}: {value!r} was given, and {_KINDS[kind]} is expected{because}"
+        )
+    if knob.choices and made not in knob.choices:
+        raise ConfigError(f"knob {knob.name!r}: {value!r} is none of its choices {knob.choices}")
+    low = -math.inf if knob.low is None else knob.low
+    high = math.inf if knob.high is None else knob.high
+    if is_number and not low <= made <= high:
+        raise ConfigError(f"knob {knob.name!r}: {value!r} is not between {low:g} and {high:g}")
+    return made  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The limit of open files of a process: what a launch needs, and the error if the limit is too low.
+"""What a process may still take: open files, and memory of the host and of its container.
 
 A launch raises the soft limit of the kernel, but not to the hard limit: some programs that the
 user's code may start close every possible descriptor, one by one. An agent, the process that starts
@@ -12,6 +12,9 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 
 from notebook_accel.errors import LaunchError
 
@@ -87,3 +90,31 @@ def check_open_files() -> None:
     finally:
         for number in numbers:
             os.close(number)
+
+
+# ---- memory --------------------------------------------------------------------------
+
+_GROUP = Path("/sys/fs/cgroup")
+# More than any machine has.
+_UNLIMITED = 1 << 62
+
+
+def free_memory() -> int:
+    """Return how many more bytes of memory this machine's processes may take."""
+    return min(psutil.virtual_memory().available, free_in_container())
+
+
+def free_in_container() -> int:
+    """Return how many more bytes of memory this process's container (control group) may take.
+
+    If the container has no limit of memory, it returns more than any machine has.
+    """
+    try:
+        limit = (_GROUP / "memory.max").read_text().strip()
+        used = int((_GROUP / "memory.current").read_text())
+        fields = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return _UNLIMITED
+    # The system gives the file cache up when memory is short.
+    used -= int(fields.get("inactive_file", 0))
+    return int(limit) - used if limit.isdecimal() else _UNLIMITED
