@@ -22,7 +22,7 @@ import yaml
 from jupyter_client.kernelspec import KernelSpecManager
 from packaging.requirements import Requirement
 
-from notebook_accel.training.tracking.registry import LOGGER_TYPE_TO_CLASS
+from notebook_accel.training.tracking import LOGGER_TYPE_TO_CLASS
 from tests.notebook.kernels import Kernel, kernel_manager
 from tests.public import DOORS, PACKAGE, public_names
 

@@ -26,7 +26,7 @@ def merge_weights(arguments: Sequence[str]) -> int:
         "--remove_checkpoint_dir", "--remove-checkpoint-dir", action="store_true", help="afterwards"
     )
     typed = parser.parse_args(arguments)
-    from notebook_accel.training.checkpoint.merge import merge_fsdp_weights
+    from notebook_accel.training.fsdp_functions import merge_fsdp_weights
 
     try:
         merge_fsdp_weights(

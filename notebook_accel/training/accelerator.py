@@ -35,10 +35,9 @@ from notebook_accel.training.checkpoint.start import Start
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
-from notebook_accel.training.files.formats import save_model, save_object
+from notebook_accel.training.files import save_model, save_object
 from notebook_accel.training.precision.float8 import AORecipeKwargs
-from notebook_accel.training.preparing import plan
-from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
+from notebook_accel.training.preparing import Preparation, extract_model_from_parallel, plan
 from notebook_accel.training.processes.device_memory import release_memory
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -75,8 +74,8 @@ from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
 from notebook_accel.training.strategies import make_strategy
 from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.tracking import resolve_trackers
 from notebook_accel.training.tracking.profiling import profile
-from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.tracker import BlankTracker, GeneralTracker, Tracking
 from notebook_accel.wire import KnobValue
 

@@ -1,4 +1,4 @@
-"""Accelerate's functions to save and load one FSDP model or optimizer, used by Transformers.
+"""Accelerate's functions to save, load and merge the weights of FSDP, used by Transformers.
 
 ``Accelerator.save_state`` and ``load_state`` do the same for everything that was prepared. The
 plugin's ``state_dict_type`` decides which files are written::
@@ -11,6 +11,7 @@ The sharded folders are the same as those of ``save_state``.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -19,14 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from notebook_accel.training import files
 from notebook_accel.training.accelerator import Accelerator
+from notebook_accel.training.checkpoint.folders import resolved
 from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.files import formats
+from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.state_files import read_state
-from notebook_accel.training.preparing.prepare import extract_model_from_parallel
+from notebook_accel.training.preparing import extract_model_from_parallel
+from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 from notebook_accel.training.strategies.defaults import sharded
@@ -34,10 +39,12 @@ from notebook_accel.training.strategies.defaults import sharded
 __all__ = [
     "load_fsdp_model",
     "load_fsdp_optimizer",
+    "merge_fsdp_weights",
     "save_fsdp_model",
     "save_fsdp_optimizer",
 ]
 Path_ = str | os.PathLike[str]
+_log = logging.getLogger(__name__)
 
 
 def save_fsdp_model(
@@ -75,7 +82,7 @@ def save_fsdp_model(
         accelerator,
         pieces,
         Path(output_dir),
-        f"{formats.FSDP_MODEL_NAME}_{model_index}",
+        f"{files.FSDP_MODEL_NAME}_{model_index}",
     )
 
 
@@ -105,12 +112,12 @@ def load_fsdp_model(
         FileNotFoundError: the folder has no saved weights of this number and type.
         RuntimeError: the saved weights lack some of the model's weights.
     """
-    own, folder = _inner(model), _folder_of(input_dir, f"{formats.FSDP_MODEL_NAME}_{model_index}")
+    own, folder = _inner(model), _folder_of(input_dir, f"{files.FSDP_MODEL_NAME}_{model_index}")
     strict = not (adapter_only and _is_of_peft(own))
     accelerator.wait_for_everyone()
     state = _format(fsdp_plugin, accelerator, strict=strict).read_model(own, folder, model_index)
     if state is not None:
-        accelerator._strategy.load_state_dict(own, formats.with_ties(state, own), strict=strict)
+        accelerator._strategy.load_state_dict(own, files.with_ties(state, own), strict=strict)
     accelerator.wait_for_everyone()
 
 
@@ -142,7 +149,7 @@ def save_fsdp_optimizer(
         accelerator,
         pieces,
         Path(output_dir),
-        f"{formats.OPTIMIZER_NAME}_{optimizer_index}",
+        f"{files.OPTIMIZER_NAME}_{optimizer_index}",
     )
 
 
@@ -176,7 +183,7 @@ def load_fsdp_optimizer(
         FileNotFoundError: the folder has no saved state of this number and type.
     """
     own = inner_optimizer(optimizer)
-    folder = _folder_of(input_dir, f"{formats.OPTIMIZER_NAME}_{optimizer_index}")
+    folder = _folder_of(input_dir, f"{files.OPTIMIZER_NAME}_{optimizer_index}")
     accelerator.wait_for_everyone()
     layout = _format(fsdp_plugin, accelerator, model)
     state = layout.read_optimizer(own, folder, optimizer_index)
@@ -185,17 +192,17 @@ def load_fsdp_optimizer(
     accelerator.wait_for_everyone()
 
 
-class _WholeOfFsdp(formats.Format):
+class _WholeOfFsdp(files.Format):
     """Whole weights under the name that Accelerate gives those of FSDP."""
 
-    def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[formats.Piece]:
+    def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[files.Piece]:
         if self.writes:
-            yield formats.state_file(
-                state, formats.numbered(formats.FSDP_MODEL_NAME, index, ".bin"), "the model"
+            yield files.state_file(
+                state, files.numbered(files.FSDP_MODEL_NAME, index, ".bin"), "the model"
             )
 
     def read_model(self, model: Module, folder: Path, index: int) -> Any:
-        path = folder / formats.numbered(formats.FSDP_MODEL_NAME, index, ".bin")
+        path = folder / files.numbered(files.FSDP_MODEL_NAME, index, ".bin")
         if path.exists():
             return read_state(path)
         try:
@@ -212,10 +219,10 @@ def _format(
     accelerator: Accelerator,
     *models: Module,
     strict: bool = True,
-) -> formats.Format:
+) -> files.Format:
     writes = accelerator.is_main_process
     return (sharded if plugin.saves_shards else _WholeOfFsdp)(
-        names=formats.names_of([*map(_inner, models)]),
+        names=files.names_of([*map(_inner, models)]),
         strict=strict,
         writes=writes,
         whole_state=partial(accelerator._strategy.optimizer_state, keeps=writes),
@@ -244,7 +251,7 @@ def _folder_of(folder: Path_, parts: str) -> Path:
 def _write(
     plugin: FullyShardedDataParallelPlugin,
     accelerator: Accelerator,
-    pieces: Iterable[formats.Piece],
+    pieces: Iterable[files.Piece],
     folder: Path,
     parts: str,
 ) -> None:
@@ -254,8 +261,87 @@ def _write(
         if accelerator.is_main_process:
             shutil.rmtree(folder / parts, ignore_errors=True)
         accelerator.wait_for_everyone()
-    written, results = formats.write_one_by_one(pieces, folder)
+    written, results = files.write_one_by_one(pieces, folder)
     everywhere = gather_object([results])
     if accelerator.is_main_process:
-        formats.complete(written, everywhere)
+        files.complete(written, everywhere)
     accelerator.wait_for_everyone()
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights of a sharded checkpoint into one file; needs no launch and no model.
+
+    Where several ranks are running, all call it: rank 0 writes, and the others wait for it.
+
+    Args:
+        checkpoint_dir: the folder of one model, ``pytorch_model_fsdp_0``, of this library or of
+            Accelerate; or the checkpoint with that folder in it, if it has one model.
+        output_path: a folder, which is made if it is missing. The file in it is
+            ``model.safetensors``, or ``pytorch_model.bin``.
+        safe_serialization: True writes ``model.safetensors``, False ``pytorch_model.bin``.
+        remove_checkpoint_dir: remove ``checkpoint_dir`` once the file is written.
+
+    Raises:
+        FileNotFoundError: there are no sharded weights of one model in the folder.
+        NotebookAccelError: a file is damaged.
+    """
+    given, output = resolved(checkpoint_dir), resolved(output_path)
+    parts = _find_parts(given)  # a wrong folder is an error of every rank
+    topology.barrier()
+    if topology.topology().process_index == 0:
+        weights = _read_whole(parts)
+        output.mkdir(parents=True, exist_ok=True)
+        target = output / (files.SAFE_WEIGHTS_NAME if safe_serialization else files.WEIGHTS_NAME)
+        files.save_object(weights, target, safe=safe_serialization)
+        _log.info("merged %d weights of %s into %s", len(weights), given, target)
+        if remove_checkpoint_dir:
+            shutil.rmtree(given)
+    topology.barrier()
+
+
+def _find_parts(given: Path) -> Path:
+    whole = complete_version(given)
+    if (whole / ".metadata").exists():
+        return whole
+    models = sorted(path.parent for path in whole.glob(f"{files.FSDP_MODEL_NAME}_*/.metadata"))
+    if len(models) == 1:
+        return models[0]
+    several = f": it has {len(models)} models, pass the folder of one" if models else ""
+    raise FileNotFoundError(
+        f"merge_fsdp_weights found no sharded weights of one model{several}; expected a folder "
+        f"such as {files.FSDP_MODEL_NAME}_0, with .metadata and .distcp files; given was "
+        f"{files.describe_folder(given)}"
+    )
+
+
+def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Return a sharded model's tensors whole, by the weights' names; other values are logged."""
+    # Imported here: torch's distributed checkpoints take 0.3 s.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from notebook_accel.training.files.sharded import read_index, read_parts
+
+    metadata = read_index(folder)
+    stored = metadata.state_dict_metadata
+    state = {
+        key: torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
+        for key, one in stored.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    others = sorted(stored.keys() - state.keys())
+    if others:
+        _log.warning("left out of the merged weights, since no tensors: %s", ", ".join(others))
+    read_parts(state, folder, alone=True)
+    # Torch stores the path of keys to each tensor, ("model", name) where Accelerate wrote
+    # {"model": weights}; a flat dictionary has no path.
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in state}
+    is_nested = all(len(path) > 1 for path in paths.values())
+    return {
+        ".".join(map(str, paths[key][1:] if is_nested else paths[key])): value
+        for key, value in state.items()
+    }

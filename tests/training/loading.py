@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.data.distribute import prepare_loader
+from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration
 from notebook_accel.training.stepping.active_loaders import active_loaders
 

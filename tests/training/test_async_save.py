@@ -21,7 +21,7 @@ from notebook_accel import (
     WorkerError,
     notebook_launcher,
 )
-from notebook_accel.training.files import formats
+from notebook_accel.training import files
 from tests.training import resuming
 from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
 from tests.training.single import fresh_rank  # noqa: F401
@@ -33,13 +33,13 @@ from tests.waiting import eventually
 def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Whoever writes in the background waits until this file is there."""
     gate = tmp_path / "gate"
-    plain = formats.write_prepared
+    plain = files.write_prepared
 
     def write(*args: Any) -> Any:
         eventually(gate.exists, within=20, what="the test opens the gate")
         return plain(*args)
 
-    monkeypatch.setattr(formats, "write_prepared", write)
+    monkeypatch.setattr(files, "write_prepared", write)
     return gate
 
 
@@ -200,5 +200,5 @@ def test_ranks_write_while_they_train(mesh: str | None, written: tuple[Path, lis
         assert {**before, **after} == one
         assert len(after) == 8 - 2, "the window that was open is read again"
     folders = [root / name / str(mesh) / "checkpoint_2" for name in ("whole", "parts")]
-    files = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) for folder in folders]
-    assert files[0] == files[1]
+    names = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) for folder in folders]
+    assert names[0] == names[1]

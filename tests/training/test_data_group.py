@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.collectives import gather, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup, current_data_group
-from notebook_accel.training.data.distribute import prepare_loader
+from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration

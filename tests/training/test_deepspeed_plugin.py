@@ -14,7 +14,7 @@ from notebook_accel.utils import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
-from notebook_accel.training.preparing.prepare import _batch_sizes
+from notebook_accel.training.preparing import _batch_sizes
 from notebook_accel.training.stepping.accumulation import resolve_plugin
 from notebook_accel.training.strategies import deepspeed_plugin
 from tests.training.loading import Stream, numbers, prepare

@@ -2,7 +2,6 @@
 
 from notebook_accel.compat import _accelerate
 from notebook_accel.config import write_basic_config
-from notebook_accel.training.checkpoint.merge import merge_fsdp_weights
 from notebook_accel.training.collectives import (
     CannotPadNestedTensorWarning,
     DistributedOperationException,
@@ -24,7 +23,7 @@ from notebook_accel.training.collectives.nested import (
     recursively_apply,
     send_to_device,
 )
-from notebook_accel.training.files.formats import (
+from notebook_accel.training.files import (
     FSDP_MODEL_NAME,
     OPTIMIZER_NAME,
     SAFE_WEIGHTS_NAME,
@@ -35,7 +34,7 @@ from notebook_accel.training.files.formats import (
 )
 from notebook_accel.training.fsdp_functions import *
 from notebook_accel.training.precision.float8 import *
-from notebook_accel.training.preparing.prepare import extract_model_from_parallel
+from notebook_accel.training.preparing import extract_model_from_parallel
 from notebook_accel.training.processes.device_memory import (
     clear_device_cache,
     find_executable_batch_size,
@@ -104,7 +103,7 @@ from notebook_accel.training.strategies.deepspeed_plugin import (
     DummyScheduler,
     HfDeepSpeedConfig,
 )
-from notebook_accel.training.tracking.registry import LoggerType
+from notebook_accel.training.tracking import LoggerType
 
 from .tqdm import *
 

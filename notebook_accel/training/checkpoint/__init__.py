@@ -22,6 +22,7 @@ from torch.nn import Module
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training import files
 from notebook_accel.training.checkpoint import folders
 from notebook_accel.training.checkpoint.saves import (
     BackgroundSave,
@@ -39,15 +40,9 @@ from notebook_accel.training.checkpoint.start import (
     give_new_settings,
 )
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
-from notebook_accel.training.files import formats
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.formats import (
-    SCALER_NAME,
-    numbered,
-    with_ties,
-)
 from notebook_accel.training.files.state_files import on_host, read_state
-from notebook_accel.training.preparing.prepare import Preparation
+from notebook_accel.training.preparing import Preparation
 from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
@@ -118,7 +113,7 @@ class Checkpoints:
             save.open(asked, self.numbering)
             pieces = self._pieces(save, safe=safe, own_options=own_options or {})
             if not in_background:
-                finish(*formats.write_one_by_one(pieces, save.staged))
+                finish(*files.write_one_by_one(pieces, save.staged))
             else:
                 taken = list(pieces)
                 states = host_copies([piece.state for piece in taken])
@@ -131,7 +126,7 @@ class Checkpoints:
         if in_background:
             self._background_save = BackgroundSave(
                 save,
-                lambda: finish(taken, formats.write_prepared(taken, save.staged)),
+                lambda: finish(taken, files.write_prepared(taken, save.staged)),
                 self._request.topology.device,
             )
         if isinstance(save, RankZeroSave) and not save.writes:
@@ -167,7 +162,7 @@ class Checkpoints:
     def _finish(
         self,
         save: JointSave | RankZeroSave,
-        written: Sequence[formats.Piece],
+        written: Sequence[files.Piece],
         results: Sequence[Any],
         *,
         is_numbered: bool,
@@ -176,7 +171,7 @@ class Checkpoints:
 
         If the save is in the background, the thread that writes calls it.
         """
-        save.finish(results, lambda of_ranks: formats.complete(written, of_ranks))
+        save.finish(results, lambda of_ranks: files.complete(written, of_ranks))
         if save.writes and is_numbered:
             self.numbering.remove_oldest()
         if self._request.topology.process_index == 0:
@@ -232,12 +227,9 @@ class Checkpoints:
             wait()
         asked = self.numbering.newest() if input_dir is None else folders.resolved(input_dir)
         folder = complete_version(asked)
-        if (
-            not any(folders.is_ours(name) for name in formats.entries(folder))
-            and not self.load_hooks
-        ):
+        if not any(folders.is_ours(name) for name in files.entries(folder)) and not self.load_hooks:
             raise FileNotFoundError(
-                f"there is no checkpoint in {formats.describe_folder(folder)}. Save one first, or "
+                f"there is no checkpoint in {files.describe_folder(folder)}. Save one first, or "
                 "pass the folder that save_state() returned as input_dir"
             )
         self._refuse_unregistered(folder)
@@ -266,14 +258,14 @@ class Checkpoints:
         for index, model in enumerate(map(of_torch.original_module, models)):
             weights = layout.read_model(model, folder, index)
             if weights is not None:
-                strategy.load_state_dict(model, with_ties(weights, model), strict=strict)
+                strategy.load_state_dict(model, files.with_ties(weights, model), strict=strict)
         for index, known in enumerate(self._prepared.optimizers):
             state = layout.read_optimizer(known.optimizer, folder, index)
             if state is not None:
                 strategy.load_optimizer_state(known.optimizer, state)
 
     def _refuse_unregistered(self, folder: Path) -> None:
-        saved = sorted(name for name in formats.entries(folder) if folders.CUSTOM.fullmatch(name))
+        saved = sorted(name for name in files.entries(folder) if folders.CUSTOM.fullmatch(name))
         if len(saved) > len(self.custom):
             raise RuntimeError(
                 f"{folder} has the states of {len(saved)} registered objects "
@@ -320,7 +312,7 @@ class Checkpoints:
         start = self._load_newest(root, found)
         if start is None or start.folder is None:
             raise FileNotFoundError(
-                f"resume=: there is no checkpoint in {formats.describe_folder(root)}, as seen by "
+                f"resume=: there is no checkpoint in {files.describe_folder(root)}, as seen by "
                 "rank 0"
             )
         before = self._progress.settings_in(Path(start.folder))
@@ -396,7 +388,7 @@ class Checkpoints:
 
     def _pieces(
         self, save: JointSave | RankZeroSave, *, safe: bool, own_options: dict[str, Any]
-    ) -> Iterator[formats.Piece]:
+    ) -> Iterator[files.Piece]:
         """Yield this rank's pieces (files) of a checkpoint; save hooks run first.
 
         If weights are sharded, all ranks iterate over it at the same time, since this joins them.
@@ -422,29 +414,29 @@ class Checkpoints:
         yield from layout.pieces(weights, [known.optimizer for known in self._prepared.optimizers])
         if writes:
             for name, item in self._stateful():
-                yield formats.state_file(item.state_dict(), name, type(item).__name__)
+                yield files.state_file(item.state_dict(), name, type(item).__name__)
         for name, state in self._progress.states(of_all=writes, save_id=save.id).items():
-            yield formats.state_file(state, name, "the data loaders or random numbers")
+            yield files.state_file(state, name, "the data loaders or random numbers")
 
     @property
     def _names(self) -> dict[torch.Tensor, str]:
-        return formats.names_of([known.plain for known in self._prepared.models])
+        return files.names_of([known.plain for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Yield (file name, object): schedulers, registered objects and the loss scaler."""
         for index, scheduler in enumerate(self._prepared.schedulers):
-            yield numbered("scheduler", index, ".bin"), scheduler
+            yield files.numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
             yield f"custom_checkpoint_{index}.pkl", item
         if self._strategy.scaling is not None:
-            yield SCALER_NAME, self._strategy.scaling.scaler
+            yield files.SCALER_NAME, self._strategy.scaling.scaler
 
     def _load_stateful(self, folder: Path, options: dict[str, Any]) -> None:
         for name, item in self._stateful():
-            if name == SCALER_NAME and not (folder / name).exists():
+            if name == files.SCALER_NAME and not (folder / name).exists():
                 notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
             else:
-                item.load_state_dict(read_state(formats.required(folder / name), options))
+                item.load_state_dict(read_state(files.required(folder / name), options))
 
     def states_at_stop(self) -> dict[str, Any]:
         """Return, by their names, this rank's files of a checkpoint but for models and optimizers.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.files import Format, entries
 from notebook_accel.training.files.atomic import StagedFolder
-from notebook_accel.training.files.formats import Format, entries
 from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.strategies.deepspeed import DeepSpeedFiles
 from notebook_accel.training.strategies.defaults import sharded

@@ -32,7 +32,7 @@ from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint.folders import Numbering, is_ours
 from notebook_accel.training.checkpoint.start import has_save_id, random_states_file
-from notebook_accel.training.collectives.exchange import exchange
+from notebook_accel.training.collectives import exchange
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
 from notebook_accel.training.processes import devices

@@ -25,10 +25,10 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.checkpoint.folders import NUMBERED, format_in, holds_state, is_ours
 from notebook_accel.training.data.loaders import PreparedLoader
+from notebook_accel.training.files import entries, numbered
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.formats import entries, numbered
 from notebook_accel.training.files.state_files import explain, read_state
-from notebook_accel.training.preparing.prepare import Preparation
+from notebook_accel.training.preparing import Preparation
 from notebook_accel.training.preparing.state_after_stop import INTERRUPTED
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.settings.notices import notice, notice_once

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.collectives import exchange
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.settings.notices import notice_once
 

@@ -41,7 +41,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import has_process_group
 from notebook_accel.training.collectives import gather_object, this_rank
-from notebook_accel.training.files.formats import Format, Piece, state_file
+from notebook_accel.training.files import Format, Piece, state_file
 from notebook_accel.training.files.state_files import explain, on_host, read_pickle, read_state
 
 _EXTRA_FILE = "extra.bin"

@@ -1,1 +1,488 @@
-"""``Accelerator.prepare``: settings, prepared objects, and their state after a stopped run."""
+"""``Preparation``: prepares the objects of one ``Accelerator``, and keeps lists of them.
+
+The way of a model; an optimizer goes alike. No room is entered twice::
+
+    Accelerator.prepare             accelerator.py
+      Preparation.prepare           here: the kinds of objects one after the other
+        Accelerator.prepare_model   which a subclass may override
+          Preparation.prepare_model     unwrapped, its precision set (precision/), kept in the list
+            Strategy.prepare_model      strategies/: moved, compiled, wrapped or sharded
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import current
+from notebook_accel.training.data import prepare_loader
+from notebook_accel.training.data.loaders import PreparedLoader
+from notebook_accel.training.data.samplers import batch_size_of
+from notebook_accel.training.data.unprepared import watch_loaders
+from notebook_accel.training.models import PreparedModel, strip_forward
+from notebook_accel.training.preparing.state_after_stop import copy_on_meta, parts_of
+from notebook_accel.training.processes.device_memory import (
+    is_out_of_memory,
+    memory_parts,
+    off_device,
+)
+from notebook_accel.training.processes.devices import name_of_device
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.stepping.optimizer import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    UnpreparedWatch,
+    inner_optimizer,
+)
+from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall
+
+# Packages whose objects torch cannot train: passing them through would fail much later.
+_FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}
+_FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}
+
+
+# Classes in which strategies, or users, wrap a model, whose ``module`` is the model itself.
+_WRAPPERS = {
+    "deepspeed.runtime.engine.DeepSpeedEngine",
+    "torch.nn.parallel.data_parallel.DataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+}
+
+
+class Preparation:
+    """Prepares models, optimizers, schedulers and loaders for one ``Accelerator``.
+
+    It keeps lists of them, for checkpoints and for the state of a stopped run.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.request = request = strategy.request
+        self.models: list[PreparedModel] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[DataLoader[Any]] = []
+        # A weak reference to the Checkpoints of these objects, which set it.
+        self.checkpoints: Callable[[], Any] = lambda: None
+        self._resumers: list[RemovableHandle] = []
+        self.watch = UnpreparedWatch(
+            accumulation=request.accumulation, scaling=strategy.scaling, models=self.models
+        )
+
+    def prepare(
+        self, objects: Sequence[Any], placement: Sequence[bool | None], accelerator: Any
+    ) -> list[Any]:
+        """Return the prepared objects, in the order given; all ranks call it.
+
+        Models are prepared first, then optimizers, then loaders and schedulers, since a scheduler
+        needs its prepared optimizer.
+
+        Args:
+            placement: for each object, whether it is moved to the device; None: as
+                ``Accelerator(device_placement=...)`` says.
+        """
+        if not isinstance(placement, Sequence):
+            raise ConfigError(
+                f"prepare(device_placement={placement!r}): expected a list with one flag for each "
+                "object, such as [False, True]; Accelerator(device_placement=False) is for all"
+            )
+        if len(placement) != len(objects):
+            raise ConfigError(
+                f"prepare() got {len(objects)} objects and device_placement for "
+                f"{len(placement)}: give one for each"
+            )
+        for item in objects:
+            _refuse_foreign(item)
+            self._renew(item)
+        strategy, ready = self.strategy, list(objects)
+        strategy.expect(
+            PrepareCall(
+                [item for item in objects if isinstance(item, Module)],
+                [inner_optimizer(item) for item in objects if isinstance(item, Optimizer)],
+                [item for item in objects if isinstance(item, LRScheduler)],
+                self._schedule_steps,
+                [size for item in objects for size in _batch_sizes(item, self._num_shares)],
+            )
+        )
+        # A subclass of the Accelerator may override these; an engine is made by ours alone.
+        own = self if strategy.is_engine else accelerator
+        for index, item in self._new(objects, Module):
+            model = own.prepare_model(item, device_placement=placement[index])
+            inner = without_wrappers(model)
+            # A subclass's own prepare_model may have wrapped it, without ours knowing.
+            ready[index] = model if inner is model else self._take_wrapped(model, inner)
+        for index, item in self._new(objects, Optimizer):
+            # The user's own prepare_optimizer need not call ours, and the optimizer is to step the
+            # weights that its model has since it was spread.
+            strategy.prepare_optimizer(inner_optimizer(item))
+            ready[index] = own.prepare_optimizer(item, device_placement=placement[index])
+            self.watch.knows(inner_optimizer(ready[index]))
+        for index, item in self._new(objects, DataLoader):
+            ready[index] = accelerator.prepare_data_loader(item, device_placement=placement[index])
+        for index, item in self._new(objects, LRScheduler, AcceleratedScheduler):
+            ready[index] = accelerator.prepare_scheduler(item)
+        return ready
+
+    def _new(self, objects: Sequence[Any], *kinds: type) -> Iterator[tuple[int, Any]]:
+        """Yield (index, object) for those of some kinds that ``prepare`` has not returned before.
+
+        A model that was prepared for evaluation is new: it may be prepared for training.
+        """
+        trained = [known.wrapped for known in self.models if known.training]
+        lists: list[Sequence[object]] = [trained, self.optimizers, self.schedulers, self.loaders]
+        ready = {id(known) for each in lists for known in each}
+        return (
+            (index, item)
+            for index, item in enumerate(objects)
+            if isinstance(item, kinds) and id(item) not in ready
+        )
+
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Module:
+        """Return the prepared model; see ``Accelerator.prepare_model``."""
+        self._renew(model)
+        training = not evaluation_mode
+        known = self._known_model(model, training=training)
+        if known is not None:
+            return known
+        strategy = self.strategy
+        is_spread = _is_spread(model, self.request.topology.num_processes)
+        device = None if is_spread else self._device(device_placement)
+        shards = strategy.spreads_weights and training
+        meta_copy = copy_on_meta(of_torch.original_module(model)) if shards else None
+        if not strategy.is_engine:
+            self.request.precision.wrap(model)
+        wrapped = strategy.prepare_model(ModelToPrepare(model, training, device))
+        self._keep(PreparedModel(model, wrapped, training, meta_copy))
+        return wrapped
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Return the prepared optimizer; see ``Accelerator.prepare_optimizer``."""
+        strategy = self.strategy
+        stepped = strategy.prepare_optimizer(inner_optimizer(optimizer))
+        for known in self.optimizers:
+            if known.optimizer is stepped:
+                return known
+        moves_state = self._device(device_placement) is not None
+        prepared = strategy.wrap_optimizer(stepped, moves_state=moves_state)
+        self.watch.knows(stepped)
+        self.optimizers.append(prepared)
+        return prepared
+
+    def _renew(self, item: object) -> None:
+        """Update the wrapper of a prepared model that is passed to ``prepare`` again.
+
+        User code may have unfrozen weights or added a layer in the meantime. If the strategy cannot
+        update the wrapper in place, the model is removed from ``models``, so that the caller
+        prepares it anew. Other objects are ignored.
+        """
+        self.models[:] = [
+            known
+            for known in self.models
+            if not (known.training and any(item is each for each in (known.inner, known.wrapped)))
+            or self.strategy.renew(known.wrapped)
+        ]
+
+    def _known_model(self, model: Module, *, training: bool) -> Module | None:
+        """Return the prepared form of a model that was prepared before or wrapped by the user.
+
+        Any other model gives None. A model that the user has wrapped in DDP or the like is
+        registered here, and returned unchanged.
+
+        Args:
+            training: whether the model will be trained. If True, an earlier preparation for
+                evaluation does not count.
+        """
+        inner = without_wrappers(model)
+        if inner is not model:
+            return self._take_wrapped(model, inner)
+        for known in self.models:
+            if known.inner is model and (known.training or not training):
+                return known.wrapped
+        return None
+
+    def _take_wrapped(self, model: Module, inner: Module) -> Module:
+        """Register a model that is in a wrapper already, set its precision, and return it."""
+        if not any(known.wrapped is model for known in self.models):
+            if self.request.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
+                notice_once(
+                    "DataParallel",
+                    "a DataParallel model is taken as it is: it uses the devices of one process, "
+                    f"so each of the {self.request.topology.num_processes} ranks trains a model of "
+                    "its own; give prepare() the model inside to train one on all of them",
+                )
+            self.request.precision.wrap(inner)
+            self._keep(PreparedModel(inner, model, True))
+        return model
+
+    def _keep(self, prepared: PreparedModel) -> None:
+        self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
+        self.models.append(prepared)
+        # Should the run be stopped, this is what was being trained.
+        context, request = current(), self.request
+        precision = request.precision.name
+        if precision == "no":
+            types = (one.dtype for one in prepared.inner.parameters() if one.is_floating_point())
+            precision = str(next(types, "")).removeprefix("torch.")
+        about = name_of_device(request.topology.device), precision, self.strategy.label
+        context.note_training(self, ", ".join(filter(None, about)))
+        if context.resume_from:  # a loop without a prepared loader begins with a forward
+            hook = prepared.wrapped.register_forward_pre_hook(
+                lambda *_: current().begin_training(), prepend=True
+            )
+            self._resumers.append(hook)
+        group = self.strategy.data_group
+        if prepared.training and group.size > 1:
+            own = weakref.ref(self)
+            watch_loaders(
+                group, lambda: any(one.inner.training for one in getattr(own(), "models", ()))
+            )
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """Return a context within which what was prepared lies on the host."""
+        models = [known.inner for known in self.models]
+        return off_device(self.request.topology.device, models, self.optimizers)
+
+    def resume(self) -> None:
+        if (checkpoints := self.checkpoints()) is None:
+            raise ConfigError("resume=: the Accelerator is gone; keep it in a variable")
+        checkpoints.resume_launch(is_asked=False)
+
+    def drop_resumers(self) -> None:
+        """Remove the hooks that load the checkpoint of a resumed launch: it is loaded."""
+        for hook in self._resumers:
+            hook.remove()
+        self._resumers.clear()
+
+    def save(self, folder: str) -> None:
+        self.checkpoints().save(folder, safe=True)
+
+    def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
+        """Yield this rank's training state in alternative forms, the most complete first.
+
+        It is called on each rank of a run that was stopped or interrupted. The rank sends the
+        notebook the first form that can be pickled.
+
+        Args:
+            free: bytes of the host's memory that the copies may take.
+        """
+        checkpoints = self.checkpoints()
+        return parts_of(
+            self.strategy,
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            num_steps,
+            free,
+            {} if checkpoints is None else checkpoints.states_at_stop(),
+        )
+
+    def memory_parts(self, error: BaseException) -> dict[str, int]:
+        """Return the bytes of the device's memory that each part takes, if ``error`` is for them.
+
+        The dictionary is empty if ``error`` does not say that memory ran out.
+        """
+        if not is_out_of_memory(error):
+            return {}
+        models = [known.inner for known in self.models]
+        return memory_parts(self.request.topology.device, models, self.optimizers)
+
+    def prepare_data_loader(
+        self,
+        loader: DataLoader[Any],
+        placement: bool | None = None,
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """Return the prepared loader, which gives the batches of this rank.
+
+        Args:
+            placement: whether batches are moved to the device; None: as
+                ``Accelerator(device_placement=...)`` says.
+            slice_fn: takes one rank's part of a batch that rank 0 has read for all ranks (see
+                ``Accelerator.prepare_data_loader``); None takes rows of tensors.
+        """
+        if any(known is loader for known in self.loaders):
+            return loader
+        request = self.request
+        prepared = prepare_loader(
+            loader,
+            config=request.loaders,
+            device=self._device(placement),
+            data_group=self.strategy.data_group,
+            rng_types=request.rng_types,
+            slice_fn=slice_fn,
+            ordinal=len(self.loaders),
+        )
+        prepared._join(request.accumulation)
+        self.loaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(
+        self, scheduler: LRScheduler | AcceleratedScheduler
+    ) -> AcceleratedScheduler:
+        """Return the prepared scheduler, which by default steps only if its optimizer stepped.
+
+        If the optimizer that the scheduler was made with is not prepared, all prepared optimizers
+        count as its optimizers.
+        """
+        if isinstance(scheduler, AcceleratedScheduler):
+            scheduler = scheduler.scheduler
+        for known in self.schedulers:
+            if known.scheduler is scheduler:
+                return known
+        request = self.request
+        own = (scheduler.optimizer, getattr(scheduler.optimizer, "optimizer", None))
+        bound = [
+            known
+            for known in self.optimizers
+            if any(known is it or known.optimizer is it for it in own)
+        ]
+        prepared = self.strategy.wrap_scheduler(
+            scheduler,
+            bound or self.optimizers,
+            accumulation=request.accumulation,
+            num_steps=self._schedule_steps,
+            num_shares=self.strategy.data_group.size,
+            step_with_optimizer=request.step_scheduler_with_optimizer,
+        )
+        self.schedulers.append(prepared)
+        return prepared
+
+    @property
+    def _num_shares(self) -> int:
+        """Number of parts into which ranks divide each batch; 1 without ``split_batches``."""
+        return self.strategy.data_group.size if self.request.loaders.split_batches else 1
+
+    @property
+    def _schedule_steps(self) -> int:
+        """Number of scheduler steps per optimizer step.
+
+        Schedules are counted in batches of the unprepared loader. This is the number of such
+        batches that all ranks together use at a time.
+        """
+        return self.strategy.data_group.size // self._num_shares
+
+    def clear(self) -> None:
+        """Empty the lists of prepared models, optimizers, schedulers and loaders."""
+        for known in (self.models, self.optimizers, self.schedulers, self.loaders):
+            cast("list[Any]", known).clear()
+
+    def _device(self, placement: bool | None) -> torch.device | None:
+        wanted = self.request.device_placement if placement is None else placement
+        return self.request.topology.device if wanted else None
+
+
+def _batch_sizes(item: object, num_shares: int) -> list[int]:
+    """Return ``[batch size of one rank]`` for a loader; [] if the size is not known."""
+    if not isinstance(item, DataLoader):
+        return []
+    if isinstance(item, PreparedLoader):  # it is divided already
+        size, num_shares = item.own_batch_size, 1
+    else:
+        size = batch_size_of(item)
+    return [size // num_shares] if isinstance(size, int) else []
+
+
+def _refuse_foreign(item: object) -> None:
+    if isinstance(item, (Module, Optimizer)):
+        return
+    for kind in type(item).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package in _FOREIGN:
+            raise TypeError(
+                f"prepare() got a {type(item).__name__} of {package}: expected what torch trains "
+                "(modules, optimizers, schedulers and data loaders of torch)"
+            )
+
+
+def _is_spread(model: Module, num_processes: int) -> bool:
+    """Return whether a ``device_map`` of Transformers spreads a model over several devices.
+
+    Such a model is not moved by ``prepare``.
+    """
+    devices = set((getattr(of_torch.original_module(model), "hf_device_map", None) or {}).values())
+    if len(devices) < 2:
+        return False
+    if num_processes > 1 and not environment.read_flag("BYPASS_DEVICE_MAP"):
+        raise ConfigError(
+            f"the model is spread over {len(devices)} devices (device_map) and there are "
+            f"{num_processes} ranks: load it without device_map, or start one process; "
+            "ACCELERATE_BYPASS_DEVICE_MAP=true lets each rank train it where it is"
+        )
+    return True
+
+
+def unwrap(model: Module) -> Module:
+    """Return the model inside all wrappers: DDP, ``DataParallel`` and DeepSpeed's engine."""
+    while _WRAPPERS & {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}:
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def extract_model_from_parallel(
+    model: Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> Module:
+    """Return the model inside the wrappers that ``prepare`` added.
+
+    Args:
+        model: a prepared model.
+        keep_fp32_wrapper: whether the forward keeps its mixed precision. False restores the
+            original forward, for the prepared model too.
+        keep_torch_compile: whether a compiled model stays compiled. False returns the model that
+            ``torch.compile`` was given. A model that was sharded over ranks is compiled in place,
+            and stays compiled in any case.
+        recursive: remove the wrappers (DDP and the like) of modules inside of the model, too.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import Accelerator
+        >>> from notebook_accel.utils import extract_model_from_parallel
+        >>> model = Accelerator().prepare(torch.nn.Linear(2, 1))
+        >>> type(extract_model_from_parallel(model)).__name__
+        'Linear'
+    """
+    inner: Any = unwrap(model)
+    for module in list(inner.modules()) if recursive else ():
+        for name, child in module.named_children():
+            setattr(module, name, unwrap(child))
+    given = unwrap(of_torch.original_module(inner))
+    if not keep_torch_compile:
+        inner = given
+    elif given is not of_torch.original_module(inner):
+        # A wrapper was compiled. Accelerate takes it out of the compiled module, which the script
+        # may go on to train; so here is another one, compiled the same way.
+        inner = type(inner)(given, inner.dynamo_ctx)
+    if not keep_fp32_wrapper:
+        strip_forward(given)
+        strip_forward(inner)
+    return inner  # type: ignore[no-any-return]
+
+
+def without_wrappers(model: Module) -> Module:
+    """Return the model inside all wrappers (DDP and the like), added by the user or ``prepare``.
+
+    If ``torch.compile`` was applied to the wrapper, the uncompiled model is returned; if it was
+    applied to the model inside, the compiled model.
+    """
+    inner = unwrap(model)
+    given = unwrap(of_torch.original_module(inner))
+    return inner if given is of_torch.original_module(inner) else given

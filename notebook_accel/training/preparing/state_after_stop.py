@@ -27,8 +27,8 @@ from torch.nn import Module, Parameter
 
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives.nested import honor_type, num_bytes, recursively_apply
+from notebook_accel.training.files import numbered, save_weights
 from notebook_accel.training.files.atomic import StagedFolder
-from notebook_accel.training.files.formats import numbered, save_weights
 from notebook_accel.training.files.state_files import write_state
 from notebook_accel.training.models import PreparedModel
 from notebook_accel.training.settings.notices import notice

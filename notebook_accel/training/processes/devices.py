@@ -23,7 +23,7 @@ import torch.distributed as dist
 from notebook_accel import wire
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import DeviceMemory
-from notebook_accel.training.collectives.exchange import Exchange
+from notebook_accel.training.collectives import Exchange
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
 

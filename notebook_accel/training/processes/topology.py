@@ -28,8 +28,7 @@ from torch.utils.data import get_worker_info
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import RankContext, current, has_context, has_process_group
-from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.collectives.exchange import exchange
+from notebook_accel.training.collectives import exchange, gather_object
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.process_group import open_process_group
 from notebook_accel.training.settings import environment

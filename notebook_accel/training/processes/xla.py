@@ -18,7 +18,7 @@ from notebook_accel import tpu
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.group_store import store_of_next_group
 from notebook_accel.rank.this_rank import StorePort, current
-from notebook_accel.training.collectives.exchange import Exchange
+from notebook_accel.training.collectives import Exchange
 
 _HAS_BATCHES = "batches since the last step on XLA"
 

@@ -36,7 +36,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_deepspeed
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
-from notebook_accel.training.files.formats import Format, Piece
+from notebook_accel.training.files import Format, Piece
 from notebook_accel.training.files.state_files import explain, is_safe_name
 from notebook_accel.training.models import joined_state_dict, set_within
 from notebook_accel.training.processes import devices

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
-from notebook_accel.training.files.formats import Format
+from notebook_accel.training.files import Format
 from notebook_accel.training.models import has_parts, weights_of
 from notebook_accel.training.precision import LossScaling
 from notebook_accel.training.processes.topology import Topology

@@ -33,7 +33,7 @@ from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import recursively_apply
-from notebook_accel.training.files.formats import memory_of
+from notebook_accel.training.files import memory_of
 from notebook_accel.training.models import set_within
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies import dtensors, stages
