@@ -153,6 +153,8 @@ def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(tmp_pat
         kernel.fill("lr", 0.25)
         kernel.fill("size", 32)
         kernel.click("Start")
+        added = lambda: any("trial 1 is added" in text for text in kernel.widgets)  # noqa: E731
+        assert kernel.listen_until(added, seconds=30)
         (tmp_path / "0.5").touch()
         (tmp_path / "0.25").touch()
         show = "[run.results for run in s], s.runs[1].state.origin == s.runs[0].id"

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
 from notebook_accel.launch import run_list
 from notebook_accel.notebook.sweeps import table
-from notebook_accel.notebook.sweeps.folder import TrialChoice
+from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialChoice
+from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.render.markup import message_bytes
 from tests.kernel.notebooks import open_notebook
@@ -126,6 +127,18 @@ def test_stop_ends_what_runs_and_starts_no_more() -> None:
     assert found.wait(SOON) is found
     assert len(found) == 2
     assert [run.results for run in found] == [[1.0], [1.0]], "by should_stop"
+
+
+def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_what_to_do() -> None:
+    asked = dict.fromkeys(("metric", "num_trials", "sampler", "pruner"))
+    arguments = Arguments({"space": [{"lr": 1.0}], **asked}, SweepFolder())
+    arguments.ask()
+    assert arguments.add(TrialChoice({"lr": 2.0}, {}, "origin", "")) == 1
+    assert not arguments.close(at_once=False), "one is still to begin"
+    arguments.ask()
+    assert arguments.close(at_once=False)
+    with pytest.raises(RuntimeError, match=r"the sweep has ended: clone .* run.clone\(\)"):
+        arguments.add(TrialChoice({"lr": 3.0}, {}, "origin", ""))
 
 
 def test_bad_input_starts_nothing() -> None:

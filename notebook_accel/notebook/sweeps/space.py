@@ -7,6 +7,7 @@ is told how each trial ended. A pruner needs a study as well, whatever the space
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -49,6 +50,7 @@ class Arguments:
         self._distributions: dict[str, Any] = {}
         self._num_asked = 0
         self._added: deque[TrialChoice] = deque()
+        self._adding, self._is_closed = threading.Lock(), False
         if isinstance(space, Mapping) and any(map(_is_distribution, space.values())):
             self._distributions = _checked_distributions(space)
             if num_trials is None:
@@ -99,10 +101,23 @@ class Arguments:
         return self._num_asked < self.num_trials
 
     def add(self, chosen: TrialChoice) -> int:
-        """Add a trial, of which the study knows nothing; return its number."""
-        self._added.append(chosen)
-        self.num_trials += 1
-        return self._num_asked + len(self._added) - 1
+        """Add a trial, of which the study knows nothing; return its number.
+
+        Raises:
+            RuntimeError: the sweep has ended.
+        """
+        with self._adding:
+            if self._is_closed:
+                raise RuntimeError("the sweep has ended: clone the trial's run, by run.clone()")
+            self._added.append(chosen)
+            self.num_trials += 1
+            return self._num_asked + len(self._added) - 1
+
+    def close(self, *, at_once: bool) -> bool:
+        """Take no more trials, unless some that wait are still to begin; return whether it does."""
+        with self._adding:
+            self._is_closed = at_once or not self.has_more
+            return self._is_closed
 
     def ask(self) -> tuple[TrialChoice, Any]:
         """Return the next trial as chosen, and its Optuna trial or None."""

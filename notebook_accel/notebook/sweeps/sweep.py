@@ -267,7 +267,7 @@ class Sweep:
         try:
             while not self._stop_asked.is_set() and self._error is None:
                 self._start_trials()
-                if not (self._running or self._paused or self._arguments.has_more):
+                if not (self._running or self._paused) and self._arguments.close(at_once=False):
                     break
                 self._wait_for_an_end()
                 self._look()
@@ -275,6 +275,7 @@ class Sweep:
             self._error = error
             for trial in [*self._running, *self._paused]:
                 trial.asked = None  # it may be Optuna that has failed
+        self._arguments.close(at_once=True)
         try:
             for trial in [*self._running, *self._paused]:
                 trial.end()
