@@ -167,6 +167,33 @@ def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(tmp_pat
         )
 
 
+@pytest.mark.timeout(300)
+def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(tmp_path: Path) -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+        kernel = notebook.kernel
+        notebook.run(TRAIN + "from notebook_accel import sweep")
+        how = "metric='seen', mode='max', concurrent=2, devices='cpu', block=False"
+        notebook.run(f"s = sweep(train, {{'lr': [0.1]}}, {how})")
+        kernel.wait_for_panel()
+        assert kernel.listen_until(lambda: offers(kernel, "trial 0"), seconds=60)
+        notebook.run("while s.runs[0].state.ranks[0].steps < 10: time.sleep(0.01)")
+        kernel.fill("Trial", "trial 0")
+        assert kernel.listen_until(lambda: "Clone" in kernel.buttons, seconds=60)
+        kernel.click("Clone")
+        assert kernel.listen_until(lambda: named(kernel, "lr") == 1, seconds=30)
+        kernel.fill("lr", 0.01)
+        kernel.fill("warm", True)
+        kernel.click("Start")
+        notebook.run("while len(s) < 2: time.sleep(0.01)")
+        notebook.run("clone = s.runs[1].wait(); s.stop(); s.wait()")
+        seen, rate, noticed = ast.literal_eval(
+            notebook.run("print([*clone.results[0], str(clone.state.notices)])")
+        )
+        assert rate == 0.01
+        assert 10 <= 2000 - seen < 2000, "it goes on from a step of the trial"
+        assert f"begins at batch {2000 - seen}" in noticed
+
+
 def named(kernel: Kernel, label: str) -> int:
     return sum(model.get("description") == label for model in kernel.models.values())
 
