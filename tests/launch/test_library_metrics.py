@@ -60,7 +60,7 @@ def fine_tune(folder: str) -> list[dict[str, float]]:
     if trainer.is_world_process_zero():
         with SummaryWriter(folder) as writer:
             for step in (7, 8):
-                writer.add_scalar("mine", torch.tensor(step / 2), step)
+                writer.add_scalar("mine", torch.tensor(step / 2, requires_grad=True), step)
                 writer.add_scalars("both", {"a": 1, "b": 2}, step)
     return trainer.state.log_history
 
@@ -78,6 +78,7 @@ def test_a_trainer_and_a_summary_writer(tmp_path: Path) -> None:
         if name != "step"
     )
     assert [row for row in logged(run) if row in own] == own
+    assert "requires_grad" not in run.logs()
     assert sorted(row for row in logged(run) if row not in own) == sorted(expected)
     assert {"loss", "eval_loss", "learning_rate"} <= {row["name"] for row in run.metrics}
     # One bar of the training, by rank 0, beside those of the evaluations.

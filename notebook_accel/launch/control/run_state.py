@@ -57,13 +57,20 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class BarState(Progress):
-    """A progress bar as the state keeps it, with fields that only views need."""
+    """A progress bar as the state keeps it, with fields that only views need.
+
+    Attributes:
+        opened_at, changed_at: how far the rank's training had come (``RankState.trained``) when the
+            bar opened, and when it changed last.
+    """
 
     bar: int
     unit: str
     closed: bool
     postfix: str = ""
     depth: int = 0
+    opened_at: int = 0
+    changed_at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +174,11 @@ class RankState(wire.Usage):
     @property
     def has_ended(self) -> bool:
         return self.ended is not None
+
+    @property
+    def trained(self) -> int:
+        """Number of batches and steps so far: 0 before the rank trains, and growing while it does."""
+        return self.batches + self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,7 +444,9 @@ def _size(displays: list[Display]) -> int:
 def _(message: wire.Bar, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
         own = message.__struct_fields__[len(wire.Message.__struct_fields__) :]
-        bar = BarState(rank=rank.rank, **{name: getattr(message, name) for name in own})
+        fields = {name: getattr(message, name) for name in own}
+        at = rank.trained
+        bar = BarState(rank=rank.rank, opened_at=at, changed_at=at, **fields)
         return _changed(rank, bars=_with_bar(rank.bars, bar))
 
     return _change_rank(state, message.rank, change)
@@ -445,7 +459,8 @@ def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]
             # A bar that advances after those around it were closed is inside of them no more.
             around = sum(not outer.closed for outer in bars[:index])
             depth = bars[index].depth
-            bar = _changed(bar, depth=depth if bar.closed else min(depth, around))
+            depth = depth if bar.closed else min(depth, around)
+            bar = _changed(bar, depth=depth, opened_at=bars[index].opened_at)
             return (*bars[:index], bar, *bars[index + 1 :])
     bar = _changed(bar, depth=sum(not other.closed for other in bars))
     if len(bars) >= _MAX_BARS:

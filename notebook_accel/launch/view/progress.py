@@ -53,14 +53,16 @@ class ProgressLine:
 def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
     """Return one line for each current bar of a rank (:func:`current_bars`), the outermost first.
 
-    A rank that draws no bar has a single line, about its batches and steps.
+    A rank that draws no bar has a single line, about its batches and steps. So has a rank that
+    trains after its bars were closed, if it did not train under them: they were about its data or
+    its weights.
 
     Args:
         throughput: batches or steps per second (:func:`counted_items`), for a rank that draws no
             bar; None if unknown.
     """
     bars = current_bars(rank.bars)
-    if not bars:
+    if not bars or (bars[0].closed and bars[0].opened_at == bars[0].changed_at < rank.trained):
         return [_line_of_counters(rank, throughput)]
     lines = [_line_of_bar(bar) for bar in bars]
     if bars[0].closed or rank.has_ended:

@@ -42,7 +42,8 @@ def _report(values: Mapping[str, Any], step: int | None) -> None:
     for name, value in values.items():
         if not isinstance(value, str):
             with suppress(TypeError, ValueError, RuntimeError):  # a text, an image, a table
-                numbers[name] = float(value)
+                # A loss as it is has gradients, and torch warns of its conversion.
+                numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
     # A Lightning Trainer may have a SummaryWriter beside our callback.
     new = {name: one for name, one in numbers.items() if newest.get(name) != (step, str(one))}
     newest.update({name: (step, str(one)) for name, one in new.items() if step is not None})

@@ -94,6 +94,23 @@ def test_a_bar_that_was_closed_stays_until_the_next_of_its_depth() -> None:
     assert [b.name for b in current_bars(bars)] == ["train"]
 
 
+def test_a_rank_that_trains_after_its_bars_shows_its_steps() -> None:
+    def at(number: int, n: float, *, closed: bool = False) -> wire.Bar:
+        return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, total=9, closed=closed)
+
+    def trained(num: int) -> wire.Sample:
+        return wire.Sample(rank=0, usage=wire.Usage(batches=num, steps=num))
+
+    # Scripts of Transformers map a data set and load weights; then only rank 0 draws a bar.
+    state = after(running(1), at(0, 0), at(0, 9, closed=True))
+    assert progress_text(state.ranks[0]) == "bar 0: 9/9"
+    state = after(state, trained(2))
+    assert progress_text(state.ranks[0]) == "2 steps, 2 batches"
+    # A bar under which the rank trained stays until the next one opens, whatever comes between.
+    state = after(state, at(1, 0), trained(4), at(1, 9, closed=True), trained(5))
+    assert progress_text(state.ranks[0]) == "bar 1: 9/9"
+
+
 def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_advances() -> None:
     def at(number: int, n: float, *, closed: bool = False) -> wire.Bar:
         return wire.Bar(rank=0, bar=number, name=f"Epoch {number}", n=n, total=3, closed=closed)
