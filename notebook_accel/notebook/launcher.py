@@ -29,7 +29,7 @@ from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.debugger import HINT_TO_DEBUG, end_held_launch, launch_for_debugger
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.kernel_session import session_for
+from notebook_accel.notebook.session import session_for
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.views import choose_view, dashboard_in
 

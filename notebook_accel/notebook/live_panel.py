@@ -30,16 +30,15 @@ from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook import display_slot
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
-from notebook_accel.notebook.cloning import CloneForm, cloneable
 from notebook_accel.notebook.comparison import original_of
-from notebook_accel.notebook.controls import Controls
+from notebook_accel.notebook.controls import CloneForm, Controls, cloneable
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.rank_displays import seconds_to_wait
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render import panel
-from notebook_accel.render.displayed import first_asked, render_displays
 from notebook_accel.render.markup import copyable, element, file_link, style_element
+from notebook_accel.render.snapshot import first_asked, render_displays
 
 _STOP_TOOLTIP = (
     "Stop all ranks at the same step. What is being trained is kept (last_run().rescued), or what "

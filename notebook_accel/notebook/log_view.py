@@ -29,8 +29,7 @@ from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.plain import LineReader
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.ansi_colours import lines_to_markup
-from notebook_accel.render.markup import element, join, shorten
+from notebook_accel.render.markup import element, join, lines_to_markup, shorten
 
 _Timed = tuple[int | None, str]
 

@@ -32,7 +32,7 @@ from notebook_accel.launch.run import Run
 from notebook_accel.launch.scripts.cell_script import script_of_cells
 from notebook_accel.launch.template.handle import imports_line
 from notebook_accel.launch.text.terminal_text import plain_text
-from notebook_accel.notebook import debugger, kernel_session
+from notebook_accel.notebook import debugger, session
 from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
@@ -120,7 +120,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     ipython.register_magics(AccelerateMagics)
 
     def names() -> frozenset[str]:
-        running = kernel_session.current_session()
+        running = session.current_session()
         of_session = frozenset() if running is None else running.names
         return of_session.union(ipython.run_line_magic("who_ls", ""))
 
@@ -253,7 +253,7 @@ class AccelerateMagics(Magics):
     def _ranks_for(self, options: Any) -> Iterator[NotebookSession]:
         """Yield the kernel's session, started if needed; with ``--fresh`` one for the block."""
         if not options.fresh:
-            yield kernel_session.session_for(self._notebook, _given(options), options.config)
+            yield session.session_for(self._notebook, _given(options), options.config)
             return
         running = NotebookSession(self._notebook, *resolve(_given(options), options.config))
         try:
@@ -324,27 +324,27 @@ class AccelerateMagics(Magics):
     @_CONFIG
     def _start(self, arguments: Sequence[str]) -> None:
         options = self._start.parser.parse_args(arguments)
-        kernel_session.start_session(self._notebook, *resolve(_given(options), options.config))
+        session.start_session(self._notebook, *resolve(_given(options), options.config))
 
     def _restart(self, arguments: Sequence[str]) -> None:
-        running = kernel_session.current_session()
+        running = session.current_session()
         options = self._start.parser.parse_args(arguments)
         config, notices = resolve(_given(options), options.config)
         if running is not None and options.config is None:
             changed = {name: value for name, value in _given(options).items() if value is not None}
             config, notices = replace(running.config, **changed), []
-        kernel_session.restart_session(self._notebook, config, notices)
+        session.restart_session(self._notebook, config, notices)
 
     def _stop(self, arguments: Sequence[str]) -> None:
         ended = []
-        if kernel_session.end_session():
+        if session.end_session():
             ended.append("the session has ended")
         if end_held_launch():
             ended.append("the ranks that waited for a debugger have ended")
         print("; ".join(ended) or "there is no session")  # noqa: T201
 
     def _status(self, arguments: Sequence[str]) -> None:
-        running, held = kernel_session.current_session(), held_launch()
+        running, held = session.current_session(), held_launch()
         none = "there is no session; the first %%accelerate cell starts one"
         print(none if running is None else running.describe())  # noqa: T201
         if held is not None:
@@ -394,7 +394,7 @@ class AccelerateMagics(Magics):
         display(diagnose())
 
     def _running(self) -> NotebookSession:
-        running = kernel_session.current_session()
+        running = session.current_session()
         if running is None:
             raise UsageError(
                 "there is no session; %accelerate start or an %%accelerate cell starts one"

@@ -3,7 +3,7 @@
     the cell waits for the run   each display is an output of its own     RankDisplays
     run.show()                   the same, in the cell that calls it      RankDisplays
     run.show(rank)               the same, with displays of that rank     OnDemand
-    the cell does not wait       HTML in the panel, then in the summary   render/displayed.py
+    the cell does not wait       HTML in the panel, then in the summary   render/snapshot.py
     a cell's last expression     the value of each rank, equal ones once  show_values
 
 Ranks mostly display the same. So only the displays of the first rank that runs the call are shown;
@@ -22,9 +22,9 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
 from notebook_accel.notebook.comparison import Charts, snapshot_of
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.render.displayed import LABEL_STYLE, first_asked
 from notebook_accel.render.markup import element
 from notebook_accel.render.panel import AskedStacks
+from notebook_accel.render.snapshot import LABEL_STYLE, first_asked
 
 T = TypeVar("T")
 # What is sent again each time that some of it changed: so many characters a second, since a Jupyter

@@ -4,12 +4,13 @@
                           ^                                                        |
                           +---- RankAnswer of each rank: value, assigned names <---+
 
-A kernel has at most one (kernel_session.py). ownership.py tells which side assigned a name last;
+A kernel has at most one. ownership.py tells which side assigned a name last;
 ``launch`` starts, calls and ends ranks.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -21,11 +22,11 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from notebook_accel.config import LaunchConfig
+from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch.control.call import labelled
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.run import Run, call_of, results_now
 from notebook_accel.launch.text import used_names, wording
@@ -36,7 +37,7 @@ from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.debugger import debug
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.ownership import Ownership, Push
-from notebook_accel.notebook.rank_displays import show_values
+from notebook_accel.notebook.rank_displays import say, show_values
 from notebook_accel.notebook.tracebacks import cell_sources
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker import calls
@@ -523,3 +524,128 @@ class NotebookSession:
 def num_ranks(world_size: int) -> str:
     """Return "1 rank", "2 ranks"."""
     return f"{world_size} rank{'' if world_size == 1 else 's'}"
+
+
+# ---- the one session of this kernel -------------------------------------------------------
+
+
+_OPTIONS = {"num_processes": "-n", "mixed_precision": "--mixed-precision"}
+
+_session: NotebookSession | None = None
+
+
+class StartingLine(View):
+    """The view of a session's start: a line that says that it starts, then how long that took."""
+
+    def __init__(self) -> None:
+        self._slot = DisplaySlot()
+        self._began = time.monotonic()
+
+    def launch_is_slow(self, name: str, importing: str = "") -> None:
+        what = f": importing {importing}" if importing else ""
+        self._show(f"{name} starts, which takes some seconds{what}")
+
+    def waits_for_machines(self, text: str) -> None:
+        self._show(text)
+
+    def launch_failed(self) -> None:
+        if self._slot.is_placed:
+            self._show("the session was not started")
+
+    def conclude(self, world_size: int) -> None:
+        seconds = wording.span(time.monotonic() - self._began)
+        started = f"session of {num_ranks(world_size)} started in {seconds}"
+        self._show(f"{started}; %accelerate stop ends it")
+
+    def _show(self, text: str) -> None:
+        say(text, self._slot)
+
+
+def current_session() -> NotebookSession | None:
+    """Return the kernel's session, also with dead ranks: a new one would lack its variables."""
+    return _session
+
+
+def start_session(
+    shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+) -> NotebookSession:
+    """Start the session of this kernel.
+
+    Raises:
+        ConfigError: there is a session already, or its ranks cannot be started with these settings.
+        LaunchError: the ranks could not be started.
+    """
+    global _session
+    running = current_session()
+    if running is not None:
+        raise ConfigError(
+            f"there is a session of {num_ranks(running.world_size)}: `%accelerate restart` starts "
+            "another one in its place"
+        )
+    line = StartingLine()
+    try:
+        _session = NotebookSession(shell, config, notices, view=line)
+    except BaseException:
+        line.launch_failed()
+        raise
+    line.conclude(_session.world_size)
+    return _session
+
+
+def restart_session(
+    shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+) -> NotebookSession:
+    """End the session, if there is one, and start a new one; the old one survives a ConfigError."""
+    check_ranks(config)
+    end_session()
+    return start_session(shell, config, notices)
+
+
+def session_for(
+    shell: InteractiveShell,
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> NotebookSession:
+    """Return the session of this kernel; start one if there is none, or if a device is lost.
+
+    Environment and config file count only for a session that is started now.
+
+    Raises:
+        ConfigError: the session was started with other settings, or cannot be started with these.
+        LaunchError: the ranks could not be started.
+    """
+    running = current_session()
+    if running is None:
+        return start_session(shell, *resolve(arguments, config))
+    asked, _ = given_settings(arguments, config)
+    given = {name: value for name, value in asked.items() if value is not None}
+    has = replace(running.config, num_processes=running.world_size)
+    wanted = LaunchConfig(**given)
+    if other := [name for name in given if getattr(wanted, name) != getattr(has, name)]:
+        command = "%accelerate stop"
+        if _OPTIONS.keys() >= set(other):
+            options = (f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other)
+            command = " ".join(["%accelerate restart", *options])
+        # Texts of variables may be secrets, and a notebook is saved with its errors.
+        held = ", ".join(
+            f"env of {', '.join(has.env or ()) or 'nothing'}"
+            if name == "env"
+            else f"{name}={getattr(has, name)!r}"
+            for name in other
+        )
+        raise ConfigError(
+            f"the session was started with {held}: `{command}` ends it, with all its names, for "
+            "one with other settings; `%%accelerate --fresh` runs a cell in ranks of its own"
+        )
+    lost = running.lost_with_device
+    return restart_session(shell, running.config, [lost]) if lost else running
+
+
+def end_session() -> bool:
+    """Return whether there was one."""
+    global _session
+    ending, _session = _session, None
+    if ending is None:
+        return False
+    ending.end()
+    return True

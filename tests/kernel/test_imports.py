@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from notebook_accel.notebook.imports import imports_at_start
+from notebook_accel.notebook.warming import imports_at_start
 from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
@@ -91,7 +91,7 @@ while "ipykernel" not in sys.modules and time.monotonic() < until:
     notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
     notebook.run(
         "%load_ext notebook_accel\n"
-        "from notebook_accel.notebook.kernel_session import StartingLine\n"
+        "from notebook_accel.notebook.session import StartingLine\n"
         "said, show = [], StartingLine._show\n"
         "def note(line, text):\n"
         "    said.append(text)\n"

@@ -15,10 +15,10 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.curves import LiveCurves
-from notebook_accel.notebook import dashboard, display_slot, live_panel
+from notebook_accel.notebook import display_slot, live_panel, views
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
-from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.views import Dashboard
 from notebook_accel.render import panel
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.widgets import classes, field, inside, live_widgets, part
@@ -56,8 +56,8 @@ class Page:
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     """A page; runs that a test leaves open on it are ended."""
-    monkeypatch.setattr(dashboard, "_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(dashboard, "_PANEL_SECONDS", 0.0)
+    monkeypatch.setattr(views, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(views, "_PANEL_SECONDS", 0.0)
     yield Page(monkeypatch)
     while _shown:
         shown = _shown.pop()
@@ -123,7 +123,7 @@ class Shown:
 def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dashboard, "_PANEL_SECONDS", 600.0)
+    monkeypatch.setattr(views, "_PANEL_SECONDS", 600.0)
     before = live_widgets()
     shown = Shown()
     assert page.only["text/plain"].startswith("train: running, 2 ranks")
@@ -161,7 +161,7 @@ def test_a_cell_that_ends_at_once_is_one_line(page: Page, is_waited_for: bool) -
 def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dashboard, "_AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr(views, "_AGAIN_SECONDS", 0.2)
     slot = DisplaySlot()
     first = Shown(slot)
     assert page.only[WIDGET]["model_id"] == first.panel.box.model_id

@@ -9,9 +9,8 @@ from notebook_accel import ConfigError, notebook_launcher, runs
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks, launcher
-from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.rank_displays import OnDemand
-from notebook_accel.notebook.views import Transcript, choose_view
+from notebook_accel.notebook.views import Dashboard, Transcript, choose_view
 
 if TYPE_CHECKING:
     from notebook_accel.launch.view import View

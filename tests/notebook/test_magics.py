@@ -11,7 +11,7 @@ from traitlets.config import Config
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
-from notebook_accel.notebook import kernel_session, magics
+from notebook_accel.notebook import magics, session
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
 ) -> None:
     has = LaunchConfig(debug=True, grace=3, devices=[0, 1], env={"KEY": "secret"})
     running = SimpleNamespace(config=has, world_size=2, lost_with_device=())
-    monkeypatch.setattr(kernel_session, "_session", running)
+    monkeypatch.setattr(session, "_session", running)
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
     shell: Any = None
     for fits in ({"num_processes": None}, {"num_processes": 2, "grace": 3}, {"devices": [0, 1]}):
-        assert kernel_session.session_for(shell, fits) is running
+        assert session.session_for(shell, fits) is running
     for given, held in (
         ({"debug": False}, "debug=True: `%accelerate stop`"),
         ({"grace": 10.0}, "grace=3.0: `%accelerate stop`"),
@@ -118,7 +118,7 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
         ({"env": {"KEY": "other"}}, "env of KEY: `%accelerate stop`"),
     ):
         with pytest.raises(ConfigError, match=f"was started with {held}") as caught:
-            kernel_session.session_for(shell, {}, given)
+            session.session_for(shell, {}, given)
         assert "secret" not in str(caught.value)
 
 
@@ -141,7 +141,7 @@ def test_names_are_written_as_python_writes_them(
 ) -> None:
     asked: list[tuple[str, ...]] = []
     running = SimpleNamespace(push=asked.append, pull=lambda names, rank: asked.append(names))
-    monkeypatch.setattr(kernel_session, "current_session", lambda: running)
+    monkeypatch.setattr(session, "current_session", lambda: running)
     # A micro sign, which Python keeps as the Greek letter.
     for line in ("%accelerate push \u00b5,größe", "%accelerate pull \u00b5 größe --rank 1"):
         assert shell.run_cell(line).success

@@ -12,8 +12,12 @@ from notebook_accel import wire
 from notebook_accel.notebook import rank_displays
 from notebook_accel.notebook.rank_displays import RankDisplays, by_rank
 from notebook_accel.render import displayed
-from notebook_accel.render.displayed import other_displays, render_displays
-from notebook_accel.render.snapshot import render_slim, render_snapshot
+from notebook_accel.render.snapshot import (
+    other_displays,
+    render_displays,
+    render_slim,
+    render_snapshot,
+)
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.test_dashboard import Page
 from tests.render.test_markup import HOSTILE, Tags

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from notebook_accel.render.ansi_colours import ansi_to_markup
+from notebook_accel.render.markup import ansi_to_markup
 from tests.render.test_markup import HOSTILE, Tags
 
 

@@ -34,18 +34,16 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.notebook import clicks
-from notebook_accel.notebook.cloning import Cloneable
-from notebook_accel.notebook.dashboard import Dashboard
+from notebook_accel.notebook.controls import Cloneable
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of, trial_to_launch
-from notebook_accel.notebook.sweeps import table
 from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialChoice, TrialRecord
 from notebook_accel.notebook.sweeps.leases import LEASES, Leases
-from notebook_accel.notebook.sweeps.panel import SweepPanel
+from notebook_accel.notebook.sweeps.panel import SweepPanel, as_bundle, in_order
 from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import Trial, in_a_line
 from notebook_accel.notebook.tracebacks import show_in_short
-from notebook_accel.notebook.views import choose_view
+from notebook_accel.notebook.views import Dashboard, choose_view
 from notebook_accel.system.interrupts import held
 
 # Between two looks at the trials, and two drawings of the table.
@@ -159,7 +157,7 @@ class Sweep:
     def _best_trial(self, *, so_far: bool = False) -> Trial | None:
         trials = [one for one in [*self._trials] if one.has_value and one.status != "failed"]
         whole = [trial for trial in trials if so_far or trial.status == "succeeded"]
-        return next(iter(table.in_order(whole or trials, self._mode)), None)
+        return next(iter(in_order(whole or trials, self._mode)), None)
 
     def stop(self) -> None:
         """Start no further trial, and ask those that run to stop; return at once."""
@@ -468,8 +466,8 @@ class Sweep:
         return notes
 
     def _bundle(self) -> dict[str, str]:
-        trials = table.in_order([*self._trials], self._mode)
-        return table.as_bundle(f"sweep of {self._title()}", trials, self._metric, self._notes())
+        trials = in_order([*self._trials], self._mode)
+        return as_bundle(f"sweep of {self._title()}", trials, self._metric, self._notes())
 
     def _draw(self, is_last: bool) -> None:
         panel = self._panel
@@ -483,7 +481,7 @@ class Sweep:
         elif is_last:
             panel.finish(self._bundle())
         else:
-            trials = table.in_order([*self._trials], self._mode)
+            trials = in_order([*self._trials], self._mode)
             panel.draw(self._title(), trials, self._metric, self._notes())
         self._drawn = time.monotonic()
 
