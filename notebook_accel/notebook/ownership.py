@@ -14,24 +14,30 @@ assignment.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accel.launch.payload.names import look_at
-from notebook_accel.launch.text.used_names import OF_IPYTHON, is_history
+from notebook_accel.launch.text.used_names import OF_IPYTHON, is_history, names_of, parsed
 
 # From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Variables sent with a call; a rank that has a name of ``fills`` keeps its own value."""
+    """Variables sent with a call; a rank that has a name of ``fills`` keeps its own value.
+
+    ``reached`` are all names that the call uses, also by what it calls.
+    """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     fills: frozenset[str] = frozenset()
     lines: tuple[str, ...] = ()
+    reached: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class Ownership:
         self._namespace = namespace
         self._hidden = hidden
         self._known: dict[str, _AgreedName] = {}
-        # Globals that the session's functions, classes and objects look up, by their names.
+        # Globals that the session's functions, classes and objects look up, by their names, as the
+        # cells say that made them.
         self._uses: dict[str, frozenset[str]] = {}
         # Names of the session that not all ranks have.
         self._in_parts: frozenset[str] = frozenset()
@@ -94,10 +101,22 @@ class Ownership:
                 self._known[name] = _AgreedName(self._keys_at_call.get(name), None)
                 self._anew.pop(name, None)
 
-    def note_uses(self, uses: Sequence[Mapping[str, frozenset[str]]]) -> None:
-        """Record per rank which globals the code behind each name uses."""
-        for name in {name for one in uses for name in one}:
-            self._uses[name] = frozenset[str]().union(*(one.get(name, ()) for one in uses))
+    def note_uses(self, code: str) -> None:
+        """Record of a cell of the session which globals the code behind each name uses.
+
+        What a definition uses, and what any other statement uses of definitions: ``net = Net()``
+        uses what ``Net`` does, and ``rows = read(path)`` has no need of a newer ``path``.
+        """
+        for node in parsed(code).body:
+            names = names_of(ast.unparse(node))
+            used = names.used
+            if not any(isinstance(part, _DEFINITIONS) for part in ast.walk(node)):
+                used &= self._uses.keys()
+            # Of ``Net.forward = f`` the class.
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            owners = names_of("\n".join(ast.unparse(one) for one in targets if one)).used
+            self._uses |= {name: self._uses.get(name, frozenset()) | used for name in owners}
+            self._uses |= dict.fromkeys(names.assigned, used)
 
     def note_pulled(self, name: str) -> None:
         self._agree(name, _AgreedName(self._key(name), None, is_pulled=True))
@@ -155,7 +174,8 @@ class Ownership:
                 values[name] = self._namespace[name]
                 if facts.num_bytes > _LARGE_BYTES:
                     lines.append(f"pushed `{name}` ({facts.num_bytes / 1e6:,.0f} MB)")
-        return Push(values=values, lines=tuple(lines), fills=frozenset(fills))
+        reached = frozenset(seen)
+        return Push(values=values, lines=tuple(lines), fills=frozenset(fills), reached=reached)
 
     def note_pushed(self, push: Push) -> None:
         for name, value in push.values.items():

@@ -146,10 +146,12 @@ class NotebookSession:
         self._check_ranks(request.ranks or ())
         self._await_turn()
         found = used_names.names_of(code)
-        request.mentions = found.used
+        request.uses_accelerator = "accelerator" in found.used
         request.imports = used_names.submodules(found.dotted, self._shell.user_ns)
         request.renews_group = self._has_lost_group
         planned = self._plan_push(found.used if pushes_used else (), push)
+        plain = used_names.without_watcher(request.text)
+        self._owners.note_uses(self._shell.transform_cell(plain))
         self.left_out[number] = "did not end well"
         block = not in_background
         steps, lost = read_setup(self._shell)
@@ -218,7 +220,6 @@ class NotebookSession:
             function=function,
             args=tuple(request.args),
             kwargs=dict(request.kwargs),
-            mentions=mentions,
             renews_group=self._has_lost_group,
         )
         return self._begin(called, self._plan_push(mentions), request)
@@ -228,6 +229,7 @@ class NotebookSession:
     ) -> Run:
         """Call the ranks and send variables along; the function in ``request`` is not used."""
         called.fills = push.fills
+        called.uses_accelerator |= "accelerator" in push.reached
         self._owners.note_call()
         self._sent = called, frozenset(push.values.keys() - push.fills)
         try:
@@ -293,7 +295,6 @@ class NotebookSession:
         if len(answers) < len(self.session.processes):
             return
         self._owners.note_session_assigned({name for one in answers for name in one.assigned})
-        self._owners.note_uses([one.uses for one in answers])
         names = [one.names.union(used_names.PROVIDED) for one in answers]
         self.names = frozenset[str]().union(*names)
         self._owners.keep_only(names)

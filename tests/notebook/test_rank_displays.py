@@ -11,7 +11,7 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.notebook import rank_displays
 from notebook_accel.notebook.rank_displays import RankDisplays, by_rank
-from notebook_accel.render import displayed
+from notebook_accel.render import snapshot
 from notebook_accel.render.snapshot import (
     other_displays,
     render_displays,
@@ -57,7 +57,7 @@ def test_each_kind_is_drawn_or_has_its_text(data: dict[str, str], tag: str, foun
 def test_the_newest_that_have_room_are_shown_and_the_others_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(displayed, "_MAX_BYTES", 200)
+    monkeypatch.setattr(snapshot, "_MAX_BYTES", 200)
     assert render_displays(running(2)) == ""
     page = Tags(render_displays(displaying("<i>old</i>", "x" * 50, "<b>new</b>", num_ranks=2)))
     assert page.text == (
@@ -83,8 +83,8 @@ def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
     state = after(state, *others)
     line = "what ranks 2-3 displayed: import notebook_accel; notebook_accel.find_run('id').show(2)"
     assert other_displays(state) == line
-    for snapshot in (render_snapshot(state), render_slim(state)):
-        assert Tags(snapshot.html).text.endswith(line)
+    for made in (render_snapshot(state), render_slim(state)):
+        assert Tags(made.html).text.endswith(line)
 
 
 def test_the_summary_has_them_below_as_the_person_made_them() -> None:

@@ -17,7 +17,7 @@ import io
 import linecache
 import pdb
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -38,13 +38,11 @@ class RankAnswer:
         value: of a cell's last expression by MIME type, binary data in base64; None where there is
             none, or no cell ran.
         assigned: names bound to another object since its last report.
-        uses: the globals that the code behind a name uses, where that may have changed.
         last_push: number of the newest call that pushed variables here; 0 for none.
     """
 
     assigned: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
-    uses: Mapping[str, frozenset[str]] = field(default_factory=dict)
     pulled: Mapping[str, Any] = field(default_factory=dict)
     last_push: int = 0
     value: Mapping[str, str] | None = None
@@ -72,13 +70,9 @@ class NamesCall:
         namespace.push(names, self.fills)
         return self.outcome(namespace)
 
-    def outcome(
-        self, namespace: Any, mentions: Iterable[str] = (), value: Any = None
-    ) -> RankAnswer:
-        """``mentions`` are functions and classes that may use other globals now."""
+    def outcome(self, namespace: Any, value: Any = None) -> RankAnswer:
         is_asked = self.pull_from in (None, this_rank.current().rank)
-        report = namespace.report(self.pull if is_asked else (), mentions)
-        return RankAnswer(value=value, **report)
+        return RankAnswer(value=value, **namespace.report(self.pull if is_asked else ()))
 
 
 @dataclass(kw_only=True)
@@ -87,7 +81,7 @@ class CellCall(NamesCall):
 
     Attributes:
         text, source, first_line: the cell without its magic's line; whole; where the one begins.
-        mentions: names that the cell may use.
+        uses_accelerator: whether the cell, or what it calls, may use that name.
         imports: modules used as attributes of packages; each rank imports them first.
         ranks: the ranks that run the cell; None for all.
         renews_group: after a failed call in which ranks left their process group.
@@ -97,7 +91,7 @@ class CellCall(NamesCall):
     source: CellSource
     first_line: int
     label: str
-    mentions: frozenset[str] = frozenset()
+    uses_accelerator: bool = False
     imports: frozenset[str] = frozenset()
     ranks: frozenset[int] | None = None
     renews_group: bool = False
@@ -115,7 +109,7 @@ class CellCall(NamesCall):
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
-        namespace.get_ready(self.mentions, renews_group=self.renews_group)
+        namespace.get_ready(self.uses_accelerator, renews_group=self.renews_group)
         for name in self.imports:
             # Where one fails, the cell fails as it uses it.
             with suppress(ImportError):
@@ -123,7 +117,7 @@ class CellCall(NamesCall):
         value = None
         if self.ranks is None or this_rank.current().rank in self.ranks:
             value = namespace.shell.run(self.text, self.source, self.first_line)
-        return self.outcome(namespace, self.mentions, value)
+        return self.outcome(namespace, value)
 
 
 @dataclass(kw_only=True)
@@ -133,7 +127,7 @@ class FunctionCall(NamesCall):
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    mentions: frozenset[str] = frozenset()
+    uses_accelerator: bool = False
     renews_group: bool = False
     _notebook_accel_no_script: ClassVar[str] = (
         "this function was called in the session's processes, whose names it may use. Launch it "
@@ -148,7 +142,7 @@ class FunctionCall(NamesCall):
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
-        namespace.get_ready(self.mentions, renews_group=self.renews_group, function=self.function)
+        namespace.get_ready(self.uses_accelerator, renews_group=self.renews_group)
         return self.function(*self.args, **self.kwargs)
 
 

@@ -9,23 +9,19 @@ assigned in the rank, rather than pushed by the notebook, since its last report 
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-import torch
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.cells import CellSource, global_names
+from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.text.used_names import is_history
 from notebook_accel.launch.worker import displays
 from notebook_accel.rank import this_rank
@@ -169,38 +165,23 @@ class Namespace:
         self._names.update(names)
         self._reported.update({name: id(value) for name, value in names.items()})
 
-    def get_ready(
-        self, mentions: Iterable[str], *, renews_group: bool, function: Any = None
-    ) -> None:
-        """Renew the process group and provide ``accelerator``, each if needed; called by all ranks.
-
-        A function's globals count as ``mentions`` too; None for a cell.
-        """
+    def get_ready(self, uses_accelerator: bool, *, renews_group: bool) -> None:
+        """Renew the process group and provide ``accelerator``, if needed; all ranks call this."""
         if renews_group:
             for line in import_module("notebook_accel.training.processes.topology").renew_group():
                 this_rank.current().notice(line)
-        mentions = [*mentions, *globals_used(function, self._names)]
-        if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):
+        if uses_accelerator and _ACCELERATOR not in self._names:
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
-    def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the changes since the last report, as the fields of a ``RankAnswer``.
-
-        ``mentions`` are functions and classes that may use other globals now.
-        """
+    def report(self, pull: Iterable[str] = ()) -> dict[str, Any]:
+        """Return the changes since the last report, as the fields of a ``RankAnswer``."""
         now = self._objects()
         assigned = frozenset(name for name, key in now.items() if self._reported.get(name) != key)
         self._reported = now
-        # Of a large model each look takes a millisecond: once, where it is assigned, is enough.
-        code = (types.FunctionType, type)
-        told = assigned.union(
-            name for name in mentions if name in now and issubclass(type(self._names[name]), code)
-        )
         return {
             "assigned": assigned,
             "names": frozenset(now),
-            "uses": {name: globals_used(self._names[name], self._names) for name in told},
             "pulled": {name: self._names[name] for name in pull if name in self._names},
             "last_push": self._last_push,
         }
@@ -214,55 +195,3 @@ class Namespace:
             and not name.startswith("__")
             and not is_history(name)
         }
-
-    def _may_use(self, mentions: Iterable[str], name: str) -> bool:
-        """Also where a mentioned value uses ``name`` indirectly."""
-        waiting = list(dict.fromkeys(mentions))
-        for mention in waiting:  # it grows
-            waiting += globals_used(self._names.get(mention), self._names) - {*waiting}
-        return name in waiting
-
-
-def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
-    """Return the globals that a value's code uses, also in closures, partials, models."""
-    found: set[str] = set()
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        # isinstance() would ask an object that stands for another one, which may raise.
-        if issubclass(type(part), type):
-            own = [one for one in part.__mro__ if one.__module__ == namespace.get("__name__")]
-            waiting += [member for one in own for member in vars(one).values()]
-            continue
-        if issubclass(type(part), types.FunctionType) and part.__globals__ is namespace:
-            found |= global_names(part.__code__)
-        waiting += _wrapped(part)
-    return frozenset(found)
-
-
-def _wrapped(value: Any) -> list[Any]:
-    """Return what it wraps, a model's modules' classes, or else the class of ``value``."""
-    kind = type(value)
-    if issubclass(kind, types.FunctionType):
-        held = []
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # it is unassigned
-                held.append(cell.cell_contents)
-        return held
-    if issubclass(kind, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if issubclass(kind, types.MethodType):
-        return [value.__func__, value.__self__]
-    if issubclass(kind, (staticmethod, classmethod)):
-        return [value.__func__]
-    if issubclass(kind, property):
-        return [value.fget, value.fset, value.fdel]
-    if issubclass(kind, torch.nn.Module):
-        # A module whose __init__ has not run, or has failed, cannot list its own.
-        with suppress(AttributeError):
-            return list({type(module) for module in value.modules()})
-    return [kind]
