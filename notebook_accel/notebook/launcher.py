@@ -27,10 +27,15 @@ from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.notebook.debugger import HINT_TO_DEBUG, end_held_launch, launch_for_debugger
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.session import session_for
-from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
+from notebook_accel.notebook.tracebacks import (
+    HINT_TO_DEBUG,
+    cell_sources,
+    end_held_launch,
+    launch_for_debugger,
+    show_in_short,
+)
 from notebook_accel.notebook.views import choose_view, dashboard_in
 
 P = ParamSpec("P")

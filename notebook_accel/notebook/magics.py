@@ -32,13 +32,17 @@ from notebook_accel.launch.run import Run
 from notebook_accel.launch.scripts.cell_script import script_of_cells
 from notebook_accel.launch.template.handle import imports_line
 from notebook_accel.launch.text.terminal_text import plain_text
-from notebook_accel.notebook import debugger, session
+from notebook_accel.notebook import session, tracebacks
 from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
-from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import NotebookSession
-from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
+from notebook_accel.notebook.tracebacks import (
+    cell_sources,
+    end_held_launch,
+    held_launch,
+    show_in_short,
+)
 from notebook_accel.notebook.warming import prepare
 from notebook_accel.notebook.worker.calls import CellCall
 
@@ -374,9 +378,9 @@ class AccelerateMagics(Magics):
         held, rank = held_launch(), _parse_rank(arguments)
         if held is None:
             running = self._running()
-            debugger.debug(running.ask_debuggers, rank, lambda: running.rank_at_fault)
+            tracebacks.debug(running.ask_debuggers, rank, lambda: running.rank_at_fault)
         else:
-            debugger.debug(held.session.ask, rank, lambda: held.rank_at_fault)
+            tracebacks.debug(held.session.ask, rank, lambda: held.rank_at_fault)
             end_held_launch()
             print("the ranks of the launch have ended")  # noqa: T201
 

@@ -34,11 +34,10 @@ from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
-from notebook_accel.notebook.debugger import debug
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import say, show_values
-from notebook_accel.notebook.tracebacks import cell_sources
+from notebook_accel.notebook.tracebacks import cell_sources, debug
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker import calls
 from notebook_accel.system.processes import describe_exit

@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
 from notebook_accel.launch import run_list
-from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialChoice
 from notebook_accel.notebook.sweeps.panel import as_bundle, in_order, render_live
 from notebook_accel.notebook.sweeps.space import Arguments
-from notebook_accel.notebook.sweeps.trial import Trial
+from notebook_accel.notebook.sweeps.trial import SweepFolder, Trial, TrialChoice
 from notebook_accel.render.markup import message_bytes
 from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually

@@ -1,7 +1,7 @@
 r"""Sweeps: many runs of one function, each with other arguments, as many at a time as fit.
 
     sweep (sweep.py) --> Arguments (space.py)   which arguments the next trial gets; Optuna
-                    \--> Leases (leases.py)     which devices are free for it
+                    \--> Leases (space.py)      which devices are free for it
                     \--> Sweep (sweep.py)       starts trials, follows and ends them, in one thread
                               \--> panel.py     how they stand: live, as text and as HTML
 

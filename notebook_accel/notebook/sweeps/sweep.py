@@ -37,11 +37,15 @@ from notebook_accel.notebook import clicks
 from notebook_accel.notebook.controls import Cloneable
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of, trial_to_launch
-from notebook_accel.notebook.sweeps.folder import SweepFolder, TrialChoice, TrialRecord
-from notebook_accel.notebook.sweeps.leases import LEASES, Leases
 from notebook_accel.notebook.sweeps.panel import SweepPanel, as_bundle, in_order
-from notebook_accel.notebook.sweeps.space import Arguments
-from notebook_accel.notebook.sweeps.trial import Trial, in_a_line
+from notebook_accel.notebook.sweeps.space import LEASES, Arguments, Leases
+from notebook_accel.notebook.sweeps.trial import (
+    SweepFolder,
+    Trial,
+    TrialChoice,
+    TrialRecord,
+    in_a_line,
+)
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import Dashboard, choose_view
 from notebook_accel.system.interrupts import held
