@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import pydoc
 import re
 import shutil
@@ -22,7 +21,6 @@ import yaml
 from notebook_accel import ConfigError
 from notebook_accel.config import LaunchConfig, default_config_path, resolve, write_basic_config
 from notebook_accel.config.checks import check_enough
-from notebook_accel.config.engines import ENGINES, EngineKind
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import settings_of
 from tests.public import PACKAGE
@@ -204,10 +202,6 @@ def test_a_config_does_not_change() -> None:
         LaunchConfig(2)  # type: ignore[call-arg]
 
 
-def test_a_config_travels() -> None:
-    assert pickle.loads(pickle.dumps(FULL)) == FULL
-
-
 # ---- together ------------------------------------------------------------------------------
 
 
@@ -254,12 +248,6 @@ def test_what_is_saved_is_loaded(config: LaunchConfig, tmp_path: Path) -> None:
     config.save(path)
     assert LaunchConfig.load(path) == config
     assert LaunchConfig.load(str(path)) == config
-
-
-def test_only_what_differs_is_saved(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    LaunchConfig(num_processes=1, devices=[1]).save(path)
-    assert path.read_text() == "num_processes: 1\ndevices:\n- 1\n"
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(
@@ -633,11 +621,6 @@ def test_every_form_of_config(tmp_path: Path) -> None:
         resolve({}, 7)  # type: ignore[arg-type]
 
 
-def test_arguments_that_were_not_given_are_no_values() -> None:
-    arguments = {"num_processes": None, "engine": None}
-    assert resolve(arguments, {"num_processes": 2})[0] == LaunchConfig(num_processes=2)
-
-
 @pytest.mark.parametrize("given", ["arguments", "config"])
 def test_unknown_names_are_named_with_those_that_there_are(given: str) -> None:
     with pytest.raises(ConfigError, match="'num_gpus'") as caught:
@@ -838,13 +821,3 @@ def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
     assert told == defaults
     assert "    grace: float = 10.0\n |          Seconds that ranks get to leave: after" in start
     assert "Settings of a launch, checked at construction" in text
-
-
-def test_a_new_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'auto', 'local', 'elastic', 'ray', 'inline', 'xla'"):
-        LaunchConfig(engine="new")
-    kind = EngineKind(about="here", path=".inline:InlineEngine", max_ranks=1)
-    monkeypatch.setitem(ENGINES, "new", kind)
-    assert LaunchConfig(engine="new").engine == "new"
-    with pytest.raises(ConfigError, match="engine='new' has 1 rank"):
-        LaunchConfig(engine="new", num_processes=2)

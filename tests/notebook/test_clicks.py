@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,52 +95,14 @@ class OldKernel:
         return [json.loads(item[2][0][0].bytes)["name"] for item in self.msg_queue.items]
 
 
-class Comm:
-    """A comm of a widget."""
-
-
-class NewKernel(OldKernel):
-    """What ipykernel 7 has that matters here: a thread takes messages in, without the cell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.msg_queue
-        self._supports_kernel_subshells = True
-        self.shell_stream = SimpleNamespace(on_recv=self.on_recv)
-        self.receive: Any = self.shell_channel_thread_main
-        self.queued: list[list[Frame]] = []
-        loop = SimpleNamespace(add_callback=lambda call, *args, **named: call(*args, **named))
-        self.shell_channel_thread = SimpleNamespace(io_loop=loop)
-        self.comm_manager = SimpleNamespace(comms={})
-        self.shell_handlers["comm_open"] = self.handle
-        self._shell_parent: ContextVar[Any] = ContextVar("parent", default=None)
-
-    @property
-    def passed_on(self) -> list[str]:
-        """What is queued for the main shell."""
-        return [json.loads(frames[0].bytes)["name"] for frames in self.queued]
-
-    def on_recv(self, receive: Any, copy: bool) -> None:
-        assert not copy
-        self.receive = receive
-
-    async def shell_channel_thread_main(self, frames: list[Frame]) -> None:
-        self.queued.append(frames)
-
-    def add_comm(self, comm_id: str) -> Comm:
-        comm = self.comm_manager.comms[comm_id] = Comm()
-        return comm
-
-    def send(self, kind: str, name: str, *, subshell_id: str | None = None, **content: Any) -> None:
-        header = {"msg_type": kind, "name": name, "subshell_id": subshell_id}
-        frames = [Frame(json.dumps(part)) for part in (header, {}, {}, content)]
-        asyncio.run(self.receive(frames))
+# A thread takes messages in, without the cell.
+NEW_KERNEL = SimpleNamespace(shell_channel_thread=object())
 
 
 @pytest.mark.parametrize(
     ("kernel", "way"),
     [
-        (NewKernel(), ClicksBySubshell),
+        (NEW_KERNEL, ClicksBySubshell),
         (SimpleNamespace(_supports_kernel_subshells=False), ClicksAfterTheCell),
         (OldKernel(), ClicksByPump),
         (SimpleNamespace(config={}), ClicksAfterTheCell),
@@ -158,9 +118,9 @@ def test_colabs_kernel_is_known_by_its_shell(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
     assert type(clicks_for(OldKernel())) is ClicksByPump
     shell = type("Shell", (), {"__module__": "google.colab._shell"})()
-    for kernel, way in ((OldKernel(), ClicksInColab), (NewKernel(), ClicksBySubshell)):
-        kernel.shell = shell  # type: ignore[attr-defined]
-        assert type(clicks_for(kernel)) is way
+    kernel: Any = OldKernel()
+    kernel.shell = shell
+    assert type(clicks_for(kernel)) is ClicksInColab
 
 
 def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:
@@ -192,48 +152,6 @@ def test_the_pump_loses_nothing_when_a_handler_is_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         ClicksByPump(kernel).pump()
     assert kernel.waiting == ["cell 1", "later", "cell 2"]
-
-
-def test_a_freed_widget_goes_where_the_page_sends_it() -> None:
-    widget = SimpleNamespace(comm=SimpleNamespace(_reply_subshell_for=lambda *_: "main"))
-    clicks = ClicksBySubshell(None)
-    clicks.let_through(widget)
-    assert widget.comm._reply_subshell_for is None
-    widget.comm._reply_subshell_for = lambda *_: "main"
-    clicks.keep_order([widget])
-    assert widget.comm._reply_subshell_for is None
-    for other in (SimpleNamespace(comm=None), SimpleNamespace(comm=SimpleNamespace())):
-        clicks.let_through(other)
-        assert not hasattr(other.comm, "_reply_subshell_for")
-
-
-def test_while_a_cell_waits_pages_are_answered_on_the_main_shell() -> None:
-    kernel = NewKernel()
-    first, second = ClicksBySubshell(kernel), ClicksBySubshell(kernel)
-    comm = kernel.add_comm("ours")
-    kernel.add_comm("other")
-    first.let_through(SimpleNamespace(comm=comm))
-    kernel.send("comm_msg", "before", comm_id="ours")
-    first.pump()
-    first.pump()
-    kernel.send("comm_msg", "click", comm_id="ours")
-    kernel.send("comm_msg", "by subshell", comm_id="ours", subshell_id="1")
-    kernel.send("comm_msg", "of another", comm_id="other")
-    kernel.send("comm_open", "page", comm_id="new", target_name="jupyter.widget.control")
-    kernel.send("comm_msg", "states", comm_id="new")
-    kernel.send("kernel_info_request", "question")
-    kernel.send("execute_request", "cell")
-    # A second wait, as of a thread, and the end of the first: it goes on.
-    second.pump()
-    first.stop_pumping()
-    first.stop_pumping()
-    kernel.send("comm_msg", "still", comm_id="ours")
-    second.stop_pumping()
-    kernel.send("comm_msg", "after", comm_id="ours")
-    assert kernel.handled == ["click", "page", "states", "question", "still"]
-    others = ["by subshell", "of another", "cell", "after"]
-    assert kernel.passed_on == ["before", *others]
-    assert kernel.states == ["busy", "idle", "busy"] * 5
 
 
 def test_programs_that_run_notebooks_cannot_answer() -> None:

@@ -96,36 +96,6 @@ def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there
     assert len(numbers) > 1500
 
 
-def test_the_chosen_rank_is_shown_alone_and_then_all_again() -> None:
-    state = after(running(2), output(0, "zero\n"), output(1, "one\n"))
-    view = view_of(state)
-    view.read(state)
-    draw_all(view, state)
-    assert text(view) == "0zero1one"
-    field(view.box, "Output of").value = 1
-    draw_all(view, state)
-    assert text(view) == "one"
-    state = after(state, output(0, "more\n"))
-    view.read(state)
-    draw_all(view, state)
-    assert text(view) == "one"
-    field(view.box, "Output of").value = -1
-    draw_all(view, state)
-    assert text(view) == "0zero1one0more"
-
-
-def test_the_button_makes_a_box_that_starts_at_the_newest_line() -> None:
-    state = after(running(1), output(0, "a\n"))
-    view = view_of(state)
-    view.read(state)
-    view.draw(state)
-    before = view.box.children[-1]
-    field(view.box, "↓ newest").click()
-    view.draw(state)
-    assert view.box.children[-1] is not before
-    assert view.box.children[-1].children == (part(view.box, "na-blocks"),)
-
-
 def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> None:
     state = after(running(2), output(0, "a loss\nb\n"), output(1, "\x1b[32mLo\x1b[0mss\nc\n"))
     view = view_of(state)
@@ -168,16 +138,3 @@ def test_a_search_says_how_many_lines_it_has_found() -> None:
     draw_all(view, state)
     assert title.value == "output"
     assert "na-optional" in classes(title)
-
-
-def test_the_whole_output_of_the_chosen_ranks_is_a_link() -> None:
-    state = after(running(2), output(0, "a\n"))
-    view = view_of(state)
-    view.read(state)
-    field(view.box, "Save").click()
-    view.draw(state)
-    assert part(view.box, "na-link").value == "<a>all</a>"
-    field(view.box, "Output of").value = 1
-    field(view.box, "Save").click()
-    view.draw(state)
-    assert part(view.box, "na-link").value == "<a>1</a>"

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import itertools
 import re
 import time
-from pathlib import Path
 
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.notebook.log_view import LogWindow
 from notebook_accel.render.markup import message_bytes
 from tests.notebook.states import after, running
@@ -61,26 +58,6 @@ def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later()
         assert found == [(clock(second), lines) for second, lines in expected]
 
 
-def test_a_line_that_takes_seconds_is_shown_and_has_the_time_at_which_it_began() -> None:
-    for pieces in itertools.product(("a", "\n", "a\n", "\nb", "\r"), repeat=4):
-        state, window, began, expected = running(1), LogWindow([0]), 0, [""]
-        for second, piece in enumerate(pieces, start=1000):
-            state = after(state, wire.Output(rank=0, text=piece, wall=second + 0.5))
-            window.read(state)
-            for letter in piece:
-                began = began or second
-                if letter == "\n":
-                    expected, began = [*expected[:-1], f"{began} {expected[-1]}", ""], 0
-                elif letter != "\r":
-                    expected[-1] += letter
-        block = window.next_block()
-        lines = [] if block is None else [f"{second} {text}" for _, second, text in block.lines]
-        # What comes after a carriage return replaces what was there.
-        if "\r" not in pieces:
-            assert lines == expected[:-1], pieces
-        assert [line.split()[0] for line in lines] == [line.split()[0] for line in expected[:-1]]
-
-
 def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one() -> None:
     window = LogWindow([0, 1])
     state = after(running(2), output(0, "half"), output(1, "whole\n"))
@@ -88,18 +65,6 @@ def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one() -> N
     assert Tags(send_all(window)[0]).text == "1whole0half"
     window.read(after(state, output(0, " and half\n")))
     assert Tags(send_all(window)[0]).text == "1whole0half and half"
-
-
-def test_an_empty_first_line_stays() -> None:
-    window = LogWindow([0])
-    window.read(after(running(1), output(0, "\nb\n")))
-    assert "<pre>\n\nb</pre>" in send_all(window)[0]
-
-
-def test_what_the_state_lacks_is_named() -> None:
-    window = LogWindow([0])
-    window.read(after(running(1), output(0, "x\n", skipped=1234)))
-    assert "1,234 more of rank 0: run.logs(0) has all lines" in Tags(send_all(window)[0]).text
 
 
 def test_in_a_flood_the_newest_lines_come_first_and_a_gap_is_marked_until_it_is_filled() -> None:
@@ -133,34 +98,3 @@ def test_a_block_fits_into_a_message_whatever_ranks_print(line: str) -> None:
     page = Tags("".join(blocks.values()))
     assert set(page.tags) <= {"div", "pre", "span"}
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-
-
-def shown_of(text: str) -> str:
-    """What a page shows of an output, whatever its blocks are."""
-    window = LogWindow([0])
-    window.read(after(running(1), output(0, text)))
-    blocks = send_all(window)
-    return Tags("".join(blocks[number] for number in sorted(blocks))).text
-
-
-def test_of_a_long_line_both_ends_are_shown_and_what_is_between_is_marked() -> None:
-    line = "begin " + "x" * 3_900 + " end"
-    assert shown_of(f"{line}\n") == line
-    assert re.fullmatch(r"begin x+ \[…\] x+ end", shown_of(f"begin {'x' * 990_000} end\n"))
-
-
-def test_a_line_of_a_megabyte_that_has_no_end_yet_says_that_the_log_has_more(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "rank-0.log"
-    path.write_bytes(b"x" * 1_000_000 + b" and on")
-    tail = FileTail(path)
-    try:
-        text, skipped = tail.read()
-    finally:
-        tail.close()
-    assert skipped == 0
-    shown = shown_of(text)
-    assert shown.startswith("[notebook-accel: a part of this line is in the rank's log only] xxx")
-    assert shown.endswith("xxx and on")
-    assert len(shown) <= 4_000

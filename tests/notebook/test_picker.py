@@ -87,14 +87,6 @@ class Form:
         return [unescape(text) for text in boxes]
 
 
-def test_every_setting_and_option_has_a_field() -> None:
-    form = Form()
-    for name in LABELS.keys() - PLUGINS.keys():
-        assert form.field(name).tooltip
-    options = [[one.description for one in inputs_in(box)] for box in form.plugins]
-    assert options == [list(plugin.options) for plugin in PLUGINS.values()]
-
-
 def test_an_open_field_says_which_default_is_taken() -> None:
     form = Form()
     fields = [form.field(name) for name in LABELS.keys() - PLUGINS.keys()]
@@ -204,18 +196,6 @@ def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
     monkeypatch.setenv("NOTEBOOK_ACCEL_ENGINE", "inline")
     with pytest.raises(ConfigError, match="copy the code into a cell"):
         launcher.launch_below(print, (), {}, config=LaunchConfig(), slot=DisplaySlot())
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"num_gpus": 2}, "no setting is called 'num_gpus'"),
-        (5, "config=5: expected a LaunchConfig, a mapping"),
-    ],
-)
-def test_what_it_cannot_start_with_is_named(config: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        config_picker(config)
 
 
 def test_options_unfold_with_their_strategy_and_are_checked() -> None:

@@ -67,19 +67,6 @@ def test_a_chart_is_an_image_with_labels() -> None:
     assert titles[0] == "step 1: 0.5"
 
 
-@pytest.mark.parametrize("most", [1e9, 1.7e308, 5e-324])
-def test_every_point_lies_inside_of_the_image(most: float) -> None:
-    image = image_of(saved_chart({"": [(0, -most), (5, most), (9, 0.0)]}, alt=""))
-    # Of the box that stretches with the page, beside which the labels stand.
-    (box,) = (found for found in tags(image, "svg") if "viewBox" in found.attrib)
-    width, height = map(float, box.attrib["viewBox"].split()[2:])
-    (line,) = tags(image, "path")
-    for pair in line.attrib["d"].removeprefix("M").split():
-        x, y = map(float, pair.split(","))
-        assert 0 <= x <= width
-        assert 0 <= y <= height
-
-
 def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
     points = [(float(x), float(x)) for x in range(10)]
     points[4] = (4.0, math.nan)
@@ -91,24 +78,6 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
     assert labels(image) == ["9", "0", "0", "step 9"]
 
 
-@pytest.mark.parametrize("number", [100, 5_000])
-def test_the_axis_goes_to_the_last_step_that_was_logged(number: int) -> None:
-    points = [(float(x), 1 / (x + 1) if x < 40 else math.nan) for x in range(number)]
-    image = image_of(saved_chart({"": points}, alt=""))
-    assert labels(image)[-2:] == ["0", f"step {number - 1:,}"]
-    none = image_of(saved_chart({"": [(x, math.nan) for x, _ in points]}, alt=""))
-    assert labels(none) == ["0", f"step {number - 1:,}"]
-    assert not tags(none, "path")
-
-
-def test_a_flat_curve_and_a_single_point_are_image_of() -> None:
-    flat = image_of(saved_chart({"": [(0.0, 3.0), (1.0, 3.0)]}, alt=""))
-    assert tags(flat, "path")
-    assert labels(flat) == ["3", "0", "step 1"]
-    (point,) = tags(image_of(saved_chart({"": [(4.0, 3.0)]}, alt="")), "path")
-    assert point.attrib["d"].endswith("h0")
-
-
 def test_thinning_keeps_peaks_and_order() -> None:
     points = [(float(x), 0.0) for x in range(100_000)]
     points[12_345] = (12_345.0, 7.0)
@@ -117,16 +86,6 @@ def test_thinning_keeps_peaks_and_order() -> None:
     assert len(kept) <= 160
     assert kept == sorted(kept)
     assert {(12_345.0, 7.0), (70_000.0, -7.0)} <= set(kept)
-
-
-@pytest.mark.parametrize("number", [161, 221, 1_250, 5_000])
-def test_thinning_keeps_both_ends(number: int) -> None:
-    falling = [(float(x), 1 / (x + 1) + 0.1 * (x % 7)) for x in range(number)]
-    epochs = [(float(x), float(4 * x // number)) for x in range(number)]
-    for points in (falling, epochs):
-        kept = thin_out(points, 160)
-        assert (kept[0], kept[-1]) == (points[0], points[-1])
-        assert len(kept) <= 160
 
 
 @pytest.mark.parametrize(("first", "step"), [(0, 1), (10_000_000, 1), (3, 0.001), (0, 1000)])
@@ -184,29 +143,6 @@ def test_the_values_themselves_are_pale_behind_a_smooth_line() -> None:
     assert max(smooth[9:]) - min(smooth[9:]) < (max(raw) - min(raw)) / 3
     colours = re.findall(r"<path.*? stroke='(#\w+)'", render_charts({"loss": noisy}, smoothing=0.9))
     assert colours == ["#808080", "#2f86d6"]
-
-
-def test_a_range_of_steps_is_drawn_with_all_of_its_values() -> None:
-    curves = live(100_000, loss=lambda step: step % 10)
-    rows = [{"name": "loss", "rank": 0, "step": n, "value": n % 10} for n in range(100_000)]
-    view = MetricsView(PanelWidgets(), lambda: rows)
-    view.draw(curves, now=0.0)
-    field(view.box, "CSV").click()
-    field(view.box, "Steps").value = "500-540"
-    view.draw(curves, now=0.1)
-    shown = str(view.box.children[-1].value)
-    assert len(heights(shown)[0]) == 41, "of the run, the curve has one stretch there"
-    assert "<span>500</span>" in shown
-    assert "step 540</span>" in shown
-    (data,) = re.findall("base64,([^']*)", part(view.box, "na-csv").value)
-    table = base64.b64decode(data).decode().split()
-    assert table[0] == "metric,step,value"
-    assert table[1:3] == ["loss,500,0.0", "loss,501,1.0"]
-    assert len(table) == 42
-    # What is no range shows all, as an empty field does.
-    field(view.box, "Steps").value = "from 500"
-    view.draw(curves, now=0.2)
-    assert "step 99,999</span>" in str(view.box.children[-1].value)
 
 
 def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero() -> None:

@@ -52,16 +52,6 @@ def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
     assert "steps1,2401,240" in Tags(render_panel(state, NOW)).text
 
 
-def test_a_row_has_the_step_beside_the_bars() -> None:
-    state = after(running(2), bar(0), wire.Sample(rank=0, usage=wire.Usage(steps=1_240)), bar(1))
-    # A rank without an optimizer of ours has the step that it logged.
-    state = after(state, logged(1, {"loss": 0.5}, step=77))
-    state = after(state, logged(1, {"accuracy": 0.5}, step=None))
-    page = Tags(render_panel(state, NOW))
-    assert "50/20010.0 it/s0:151,240" in page.text
-    assert "50/20010.0 it/s0:1577" in page.text
-
-
 def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None:
     def told(stopping: float | None) -> str:
         return Tags(render_panel(running(2), Details(now=1, stopping=stopping, grace=10.0))).text
@@ -70,13 +60,6 @@ def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None
     assert "Kill" not in told(0.5)
     assert "Stop again interrupts them, and ends them 10 s later" in told(2.5)
     assert "Kill ends them now, and results are lost." in told(2.5)
-
-
-def test_every_one_of_nested_bars_has_a_row() -> None:
-    state = after(running(1), bar(0, 1, name="epochs", n=1, total=4), bar(0, 2, name="batches"))
-    page = Tags(render_panel(state, NOW))
-    assert page.text.index("epochs") < page.text.index("1/4") < page.text.index("batches")
-    assert page.tags.count("progress") == 2
 
 
 def num_rows(state: RunState) -> int:

@@ -106,12 +106,6 @@ def test_a_colour_goes_on_in_the_next_line_until_it_is_ended() -> None:
     assert "plain\n<span style='color:#cf4f57'>red\nstill red</span></pre>" in html
 
 
-def test_a_plot_says_in_words_what_it_shows() -> None:
-    page = Tags(render_snapshot(running(2), metrics(["loss", "accuracy"])).html)
-    alts = [value for name, value in page.attributes if name == "alt" and value]
-    assert alts == ["loss: 1 → 0.03688 at step 99", "accuracy: 1 → 0.03688 at step 99"]
-
-
 def test_the_value_beside_a_chart_is_the_newest_though_its_step_had_a_higher_one() -> None:
     curve = Curve()
     for step, value in ((8, 1.5), (9, 4.91), (9, 0.91)):
