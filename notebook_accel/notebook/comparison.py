@@ -27,17 +27,9 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
+from notebook_accel.render import snapshot
 from notebook_accel.render.charts import COLOURS, sparkline
 from notebook_accel.render.markup import element, style_element
-from notebook_accel.render.snapshot import (
-    FONT,
-    MAX_PLOTS,
-    MUTED,
-    NO_MATHS,
-    Snapshot,
-    draw_metrics,
-    render_snapshot,
-)
 
 T = TypeVar("T")
 _DRAW_SECONDS = 1.0
@@ -113,7 +105,7 @@ class Charts:
         is_each_in_colour = len(self._runs) in range(2, len(COLOURS) + 1)
         is_single = len(self._runs) == 1
         shown = {}
-        for name, curves in [*metrics.items()][:MAX_PLOTS]:
+        for name, curves in [*metrics.items()][: snapshot.MAX_PLOTS]:
             labels = [*curves]
             if len(labels) > len(COLOURS):
                 mode = mode_of(name)
@@ -125,12 +117,12 @@ class Charts:
             for label, colour in colours.items()
         ]
         row = "display:flex;flex-wrap:wrap;gap:2px 16px"
-        rest = ", ".join(map(repr, [*metrics][MAX_PLOTS:]))
+        rest = ", ".join(map(repr, [*metrics][snapshot.MAX_PLOTS :]))
         more = f"further metrics: {one_line(rest, 400)}; names=[...] chooses" if rest else ""
         parts = [
             style_element("charts") if is_live else "",
             element("div", *legend, style=row) if is_each_in_colour else "",
-            draw_metrics(
+            snapshot.draw_metrics(
                 shown,
                 colours=colours if is_each_in_colour else None,
                 num_charts=max(1, len(shown)),
@@ -138,9 +130,11 @@ class Charts:
             )
             if shown
             else element("div", "no metric is logged yet"),
-            element("div", more, style=MUTED) if more else "",
+            element("div", more, style=snapshot.MUTED) if more else "",
         ]
-        frame = element("div", *parts, class_=NO_MATHS, style=f"max-width:1000px;{FONT}")
+        frame = element(
+            "div", *parts, class_=snapshot.NO_MATHS, style=f"max-width:1000px;{snapshot.FONT}"
+        )
         # As text: Markup would escape what it is added to.
         return str(frame) + ("" if self._table is None else self._table.html(is_live=is_live))
 
@@ -199,11 +193,11 @@ def original_of(run: Run) -> Original:
     return Original(one_line(f"{name} ({about})" if about else name, 2 * _MAX_LABEL), found)
 
 
-def snapshot_of(run: Run, state: RunState, **how: Any) -> Snapshot:
+def snapshot_of(run: Run, state: RunState, **how: Any) -> snapshot.Snapshot:
     """Return the summary of a run, with the curves of its original."""
     original = original_of(run)
     before = original.label, original.curves()
-    return render_snapshot(state, curves_of(run, in_detail=True), original=before, **how)
+    return snapshot.render_snapshot(state, curves_of(run, in_detail=True), original=before, **how)
 
 
 def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:

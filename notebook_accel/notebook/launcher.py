@@ -25,17 +25,11 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import folder_to_resume, launch
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
+from notebook_accel.notebook import tracebacks
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.session import session_for
-from notebook_accel.notebook.tracebacks import (
-    HINT_TO_DEBUG,
-    cell_sources,
-    end_held_launch,
-    launch_for_debugger,
-    show_in_short,
-)
 from notebook_accel.notebook.views import choose_view, dashboard_in
 
 P = ParamSpec("P")
@@ -198,7 +192,7 @@ def notebook_launcher(
     """
     changed = _not_default(given)
     if "node_rank" in changed:
-        with show_in_short():
+        with tracebacks.show_in_short():
             _join_as_node(given)
         # There is no run here: results are in the notebook of machine 0.
         return None  # type: ignore[return-value]
@@ -213,11 +207,11 @@ def notebook_launcher(
         )
         raise ConfigError(f"name={shown(name)}: expected {expected}")
     _check_detach(detach, session=session)
-    end_held_launch()
+    tracebacks.end_held_launch()
     resumed = "" if resume is None else folder_to_resume(resume)
     ranks = None
     if session:
-        with show_in_short():
+        with tracebacks.show_in_short():
             ranks = session_for(_notebook_shell(), settings, config)
         chosen, notices = ranks.config, list[str]()
     else:
@@ -228,14 +222,14 @@ def notebook_launcher(
             "the function instead"
         )
     steps, lost = read_setup(get_ipython())
-    with show_in_short():
+    with tracebacks.show_in_short():
         request = LaunchRequest(
             function=function,
             args=args,
             kwargs={} if kwargs is None else kwargs,
             config=chosen,
             view=choose_view(view, waits=block),
-            sources=cell_sources(get_ipython()),
+            sources=tracebacks.cell_sources(get_ipython()),
             setup=steps,
             block=block,
             timeout=timeout,
@@ -253,12 +247,12 @@ def notebook_launcher(
         # Where the ranks can wait for a debugger, and somebody for them.
         can_hold = block and get_ipython() is not None and engine_for(chosen).starts_ranks
         if can_hold and given_settings(settings, config)[0].get("debug"):
-            return launch_for_debugger(request)
+            return tracebacks.launch_for_debugger(request)
         try:
             return launch(request)
         except WorkerError as error:
             if can_hold and error.traceback:
-                error.hint = HINT_TO_DEBUG
+                error.hint = tracebacks.HINT_TO_DEBUG
             raise
 
 

@@ -37,12 +37,6 @@ from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
 from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import NotebookSession
-from notebook_accel.notebook.tracebacks import (
-    cell_sources,
-    end_held_launch,
-    held_launch,
-    show_in_short,
-)
 from notebook_accel.notebook.warming import prepare
 from notebook_accel.notebook.worker.calls import CellCall
 
@@ -203,7 +197,7 @@ class AccelerateMagics(Magics):
             %accelerate doctor           what on this machine stops or hurts a launch
         """
         if cell is None:
-            with show_in_short():
+            with tracebacks.show_in_short():
                 self._command(line)
             return None
         options = self.accelerate.parser.parse_args(_split(f"%%accelerate {line}")[1:])
@@ -218,7 +212,7 @@ class AccelerateMagics(Magics):
         # With the magic's own line: the page counts lines from there.
         text = f"%%accelerate {line}\n{cell}"
         source = CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text)
-        with show_in_short():
+        with tracebacks.show_in_short():
             ranks = _parse_ranks(options.ranks)
             request = CellCall(
                 text=cell,
@@ -234,7 +228,7 @@ class AccelerateMagics(Magics):
                 raise UsageError("--each-rank says what --pull gives: add --pull NAMES")
             code = shell.transform_cell(cell)
             _check_syntax(shell, code, source.filename)
-            end_held_launch()
+            tracebacks.end_held_launch()
             if options.write and ranks is not None:
                 raise UsageError(
                     "--write and --ranks: every process runs the whole of a script; leave one of "
@@ -275,7 +269,7 @@ class AccelerateMagics(Magics):
         script = script_of_cells(
             {**running.cells, number: cell},
             namespace=shell.user_ns,
-            sources=[source.text for source in cell_sources(shell)],
+            sources=[source.text for source in tracebacks.cell_sources(shell)],
             transform=shell.transform_cell,
             world_size=running.world_size,
             mixed_precision=running.config.mixed_precision,
@@ -343,12 +337,12 @@ class AccelerateMagics(Magics):
         ended = []
         if session.end_session():
             ended.append("the session has ended")
-        if end_held_launch():
+        if tracebacks.end_held_launch():
             ended.append("the ranks that waited for a debugger have ended")
         print("; ".join(ended) or "there is no session")  # noqa: T201
 
     def _status(self, arguments: Sequence[str]) -> None:
-        running, held = session.current_session(), held_launch()
+        running, held = session.current_session(), tracebacks.held_launch()
         none = "there is no session; the first %%accelerate cell starts one"
         print(none if running is None else running.describe())  # noqa: T201
         if held is not None:
@@ -375,13 +369,13 @@ class AccelerateMagics(Magics):
         print(self._running().stacks(_parse_rank(arguments)))  # noqa: T201
 
     def _debug(self, arguments: Sequence[str]) -> None:
-        held, rank = held_launch(), _parse_rank(arguments)
+        held, rank = tracebacks.held_launch(), _parse_rank(arguments)
         if held is None:
             running = self._running()
             tracebacks.debug(running.ask_debuggers, rank, lambda: running.rank_at_fault)
         else:
             tracebacks.debug(held.session.ask, rank, lambda: held.rank_at_fault)
-            end_held_launch()
+            tracebacks.end_held_launch()
             print("the ranks of the launch have ended")  # noqa: T201
 
     @property

@@ -15,25 +15,8 @@ from markupsafe import Markup
 
 from notebook_accel.launch.control.run_state import Hang, RankState, RunState
 from notebook_accel.launch.text import wording
-from notebook_accel.launch.view.progress import (
-    ProgressLine,
-    most_lines,
-    progress_lines,
-)
+from notebook_accel.launch.view import progress, summary
 from notebook_accel.launch.view.step_times import step_lines, step_table
-from notebook_accel.launch.view.summary import (
-    best_value,
-    condition,
-    elapsed,
-    hang_line,
-    hidden_ranks,
-    live_condition,
-    num_ranks,
-    num_warnings,
-    on_what,
-    slowest_first,
-    warning_lines,
-)
 from notebook_accel.render.markup import element, join, pick_script, shorten
 
 # Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
@@ -87,19 +70,21 @@ def render_panel(state: RunState, details: Details) -> Markup:
 
 def render_title(state: RunState, details: Details) -> Markup:
     """Return the panel's title bar as HTML: name, status, time, ranks, devices and rate."""
-    about = on_what(state) or num_ranks(state)
+    about = summary.on_what(state) or summary.num_ranks(state)
     parts = [element("span", about, title=about)]
     if details.of_run is not None and state.status == "running":
         of_what = "of a rank, in the mean of all and of the last seconds"
         parts.append(element("span", wording.rate(*details.of_run), title=of_what))
     # Where it has no room it is left out.
-    best = element("span", best_value(state), class_="na-best")
+    best = element("span", summary.best_value(state), class_="na-best")
     name = element(
         "div",
         element("span", class_=f"na-dot na-{state.status}"),
         element("b", shorten(state.name, 60), title=shorten(state.name, 90)),
         element("span", state.status, class_=f"na-status na-{state.status}"),
-        element("span", wording.clock(elapsed(state, details.now)), class_="na-muted na-clock"),
+        element(
+            "span", wording.clock(summary.elapsed(state, details.now)), class_="na-muted na-clock"
+        ),
     )
     return element(
         "div",
@@ -150,8 +135,8 @@ def fold_of_stacks(
 
 def render_warnings(state: RunState) -> Markup:
     """Return Python's warnings of all ranks in a fold; "" for none."""
-    lines = [element("div", line) for line in warning_lines(state)]
-    title = element("summary", num_warnings(state))
+    lines = [element("div", line) for line in summary.warning_lines(state)]
+    title = element("summary", summary.num_warnings(state))
     return element("details", title, *lines, class_="na-python") if lines else Markup("")
 
 
@@ -198,7 +183,7 @@ def _ranks(state: RunState, details: Details) -> Markup:
     shown, rest = list(state.ranks), ""
     parts: list[Markup] = []
     if len(shown) > _MAX_ROWS:
-        ordered = slowest_first(state)
+        ordered = summary.slowest_first(state)
         cells = [_heat_cell(rank, state) for rank in ordered]
         parts.append(
             element("div", *cells, class_="na-heat", aria_hidden="true", onmousedown=_PICK)
@@ -207,18 +192,18 @@ def _ranks(state: RunState, details: Details) -> Markup:
         picked = details.picked
         if picked is not None and all(rank.rank != picked for rank in shown):
             shown = [state.ranks[picked], *shown[:-1]]
-        status_of = lambda rank: live_condition(rank, state).replace("waits", "waiting")  # noqa: E731
-        rest = hidden_ranks(state.ranks, shown, status_of)
+        status_of = lambda rank: summary.live_condition(rank, state).replace("waits", "waiting")  # noqa: E731
+        rest = summary.hidden_ranks(state.ranks, shown, status_of)
     rows: list[Markup] = []
     for rank in shown:
         throughput = details.throughputs.get(rank.rank)
-        first, *inner = progress_lines(rank, throughput=throughput)
+        first, *inner = progress.progress_lines(rank, throughput=throughput)
         if state.world_size <= _MAX_RANKS_WITH_ROWS_OF_BARS:
             rows.append(_row(state, rank, first, []))
             rows += [_inner_row(rank, line) for line in inner]
             # An inner bar that is over keeps its row for the next one.
             blank = _inner_row(rank, None)
-            rows += [blank] * (most_lines(rank) - 1 - len(inner))
+            rows += [blank] * (progress.most_lines(rank) - 1 - len(inner))
         else:
             rows.append(_row(state, rank, first, inner))
     is_of_device = _is_of_device(state)
@@ -233,10 +218,13 @@ def _ranks(state: RunState, details: Details) -> Markup:
 
 
 def _row(
-    state: RunState, rank: RankState, line: ProgressLine, inner: Sequence[ProgressLine]
+    state: RunState,
+    rank: RankState,
+    line: progress.ProgressLine,
+    inner: Sequence[progress.ProgressLine],
 ) -> Markup:
     """``line`` is the outermost bar or the steps; each of ``inner`` is a thin bar below it."""
-    status = live_condition(rank, state)
+    status = summary.live_condition(rank, state)
     kind_of_label = ""
     if not rank.bars and rank.steps:
         # How many steps has a column of its own.
@@ -284,7 +272,7 @@ def _memory(num_bytes: int | None) -> str:
     return wording.memory(num_bytes) if num_bytes else ""
 
 
-def _inner_row(rank: RankState, line: ProgressLine | None) -> Markup:
+def _inner_row(rank: RankState, line: progress.ProgressLine | None) -> Markup:
     """None gives a blank row of the same height; each column has a cell, which CSS may hide."""
     bar: dict[str, str] = {}
     if line is not None:
@@ -297,21 +285,21 @@ def _inner_row(rank: RankState, line: ProgressLine | None) -> Markup:
     )
 
 
-def _label(line: ProgressLine, kind: str = "", *, is_wide: bool = False) -> Markup:
+def _label(line: progress.ProgressLine, kind: str = "", *, is_wide: bool = False) -> Markup:
     title = shorten(line.label, 90) if len(line.label) > 18 else None
     label = shorten(line.label, _LABEL_BYTES)
     colspan = 2 if is_wide else None
     return element("td", label, class_=f"na-c-label{kind}", title=title, colspan=colspan)
 
 
-def _bar(rank: RankState, line: ProgressLine, kind: str) -> Markup:
+def _bar(rank: RankState, line: progress.ProgressLine, kind: str) -> Markup:
     return element(
         "progress",
         max=1,
         # A bar without a value would animate anew at every update: an empty one stands still.
         value=round(line.fraction or 0.0, 3),
         aria_label=shorten(f"rank {rank.rank}: {line.text}", 60),
-        class_=f"{kind}{_class_of(condition(rank))}",
+        class_=f"{kind}{_class_of(summary.condition(rank))}",
     )
 
 
@@ -341,8 +329,8 @@ def _steps(state: RunState) -> Markup:
 
 def _heat_cell(rank: RankState, state: RunState) -> Markup:
     """The colour is the status, the fill the progress."""
-    fraction = progress_lines(rank)[0].fraction
-    status = live_condition(rank, state)
+    fraction = progress.progress_lines(rank)[0].fraction
+    status = summary.live_condition(rank, state)
     far = "" if fraction is None else f" {fraction:.0%}"
     return element(
         "i",
@@ -364,7 +352,7 @@ def _hang(state: RunState, details: Details) -> Markup:
     """Return a sentence on the current hang, or the last one that is over; "" for none."""
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
-        return element("div", shorten(hang_line(state), 800), class_=kind)
+        return element("div", shorten(summary.hang_line(state), 800), class_=kind)
     if details.last_hang:
         text = f"The run goes on. Before that: {details.last_hang}"
         return element("div", shorten(text, 800), class_="na-muted")

@@ -24,7 +24,7 @@ from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.launch.view.step_times import step_lines
-from notebook_accel.render import charts
+from notebook_accel.render import charts, panel
 from notebook_accel.render.charts import ORIGINAL
 from notebook_accel.render.markup import (
     ansi_to_markup,
@@ -34,13 +34,6 @@ from notebook_accel.render.markup import (
     lines_to_markup,
     message_bytes,
     shorten,
-)
-from notebook_accel.render.panel import (
-    AskedStacks,
-    fold_of_stacks,
-    render_steps,
-    render_warnings,
-    stacks_of_hang,
 )
 
 # It is saved with the notebook, for good: of a hundred runs, 12 MB.
@@ -159,7 +152,7 @@ def render_snapshot(
     now: float | None = None,
     with_output: bool = True,
     with_displays: bool = False,
-    asked_stacks: AskedStacks | None = None,
+    asked_stacks: panel.AskedStacks | None = None,
     original: _Before = ("", {}),
 ) -> Snapshot:
     """Return the summary of a run: ranks, notices, errors, metrics, output.
@@ -177,15 +170,15 @@ def render_snapshot(
     seconds = summary.elapsed(state, now)
     stacks = [] if asked_stacks is None else [asked_stacks]
     if state.hang is not None and state.hang.stacks:
-        stacks.insert(0, ("stacks of the ranks", stacks_of_hang(state.hang)))
+        stacks.insert(0, ("stacks of the ranks", panel.stacks_of_hang(state.hang)))
     parts = [
         element("div", *_title_parts(state, seconds, *summary.facts(state))),
         _table(state, seconds),
         _steps(state),
         _notices(state),
-        render_warnings(state),
+        panel.render_warnings(state),
         *(
-            fold_of_stacks(title, found, max_bytes=_MAX_ERROR, style=_TEXT)
+            panel.fold_of_stacks(title, found, max_bytes=_MAX_ERROR, style=_TEXT)
             for title, found in stacks
         ),
         _failure(state),
@@ -256,7 +249,7 @@ def _table(state: RunState, seconds: float) -> Markup:
 
 
 def _steps(state: RunState) -> Markup:
-    table = render_steps(state, table=_TABLE, tr=_ROW, th=_HEAD, td=_SMALL_CELL)
+    table = panel.render_steps(state, table=_TABLE, tr=_ROW, th=_HEAD, td=_SMALL_CELL)
     lines = [element("div", f"⚠ {line}") for line in step_lines(state)]
     return join([element("div", table, style=_SCROLLS), *lines]) if table else table
 
