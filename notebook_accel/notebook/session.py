@@ -88,10 +88,7 @@ class NotebookSession:
         self._noted: Run | None = None
         # What the ranks repeated of the notebook's settings of libraries, by key.
         self._setup: dict[str, bytes] = {}
-        self._sent: tuple[calls.CellCall | calls.FunctionCall | None, frozenset[str]] = (
-            None,
-            frozenset(),
-        )
+        self._sent: tuple[calls.CodeCall | None, frozenset[str]] = (None, frozenset())
         # Whether all ranks had a process group that they have left since: the next cell or function
         # call makes it anew. Whether they have names that they could not tell: a call raised.
         self._has_lost_group = False
@@ -223,9 +220,7 @@ class NotebookSession:
         )
         return self._begin(called, self._plan_push(mentions), request)
 
-    def _begin(
-        self, called: calls.CellCall | calls.FunctionCall, push: Push, request: LaunchRequest
-    ) -> Run:
+    def _begin(self, called: calls.CodeCall, push: Push, request: LaunchRequest) -> Run:
         """Call the ranks and send variables along; the function in ``request`` is not used."""
         called.fills = push.fills
         called.uses_accelerator |= "accelerator" in push.reached

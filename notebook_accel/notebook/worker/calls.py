@@ -76,25 +76,40 @@ class NamesCall:
 
 
 @dataclass(kw_only=True)
-class CellCall(NamesCall):
+class CodeCall(NamesCall):
+    """Base class of what runs code on the ranks.
+
+    Attributes:
+        uses_accelerator: whether the code, or what it calls, may use that name.
+        renews_group: after a failed call in which ranks left their process group.
+    """
+
+    uses_accelerator: bool = False
+    renews_group: bool = False
+
+    def begin(self, names: Mapping[str, Any]) -> Any:
+        namespace = _rank_namespace()
+        namespace.push(names, self.fills)
+        namespace.get_ready(self.uses_accelerator, renews_group=self.renews_group)
+        return namespace
+
+
+@dataclass(kw_only=True)
+class CellCall(CodeCall):
     """Runs a cell; all ranks get it, also those that do not run the cell.
 
     Attributes:
         text, source, first_line: the cell without its magic's line; whole; where the one begins.
-        uses_accelerator: whether the cell, or what it calls, may use that name.
         imports: modules used as attributes of packages; each rank imports them first.
         ranks: the ranks that run the cell; None for all.
-        renews_group: after a failed call in which ranks left their process group.
     """
 
     text: str
     source: CellSource
     first_line: int
     label: str
-    uses_accelerator: bool = False
     imports: frozenset[str] = frozenset()
     ranks: frozenset[int] | None = None
-    renews_group: bool = False
     _notebook_accel_no_script: ClassVar[str] = (
         "this run is a cell, which uses names of the session's processes. Run it with "
         "`%%accelerate --write script.py`, which writes the cells that it needs as a script"
@@ -107,9 +122,7 @@ class CellCall(NamesCall):
     def __call__(self, /, **names: Any) -> RankAnswer:
         """Raises whatever the cell raises; the value is None where the cell did not run."""
         __tracebackhide__ = True
-        namespace = _rank_namespace()
-        namespace.push(names, self.fills)
-        namespace.get_ready(self.uses_accelerator, renews_group=self.renews_group)
+        namespace = self.begin(names)
         for name in self.imports:
             # Where one fails, the cell fails as it uses it.
             with suppress(ImportError):
@@ -121,14 +134,12 @@ class CellCall(NamesCall):
 
 
 @dataclass(kw_only=True)
-class FunctionCall(NamesCall):
+class FunctionCall(CodeCall):
     """A request that calls a function, for ``notebook_launcher(..., session=True)``."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    uses_accelerator: bool = False
-    renews_group: bool = False
     _notebook_accel_no_script: ClassVar[str] = (
         "this function was called in the session's processes, whose names it may use. Launch it "
         "without session=True, and export that run"
@@ -140,9 +151,7 @@ class FunctionCall(NamesCall):
     def __call__(self, /, **names: Any) -> Any:
         """Raises whatever the function raises."""
         __tracebackhide__ = True
-        namespace = _rank_namespace()
-        namespace.push(names, self.fills)
-        namespace.get_ready(self.uses_accelerator, renews_group=self.renews_group)
+        self.begin(names)
         return self.function(*self.args, **self.kwargs)
 
 
