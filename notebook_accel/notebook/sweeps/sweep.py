@@ -185,12 +185,12 @@ class Sweep:
         """
         if timeout is not None:
             as_seconds("timeout", timeout)
-        if not self._wait_in_cell(timeout):
-            raise self._about_this(
-                TimeoutError(f"the sweep has not ended within {timeout} s; it goes on")
-            )
-        if self._error is not None:
-            raise self._about_this(self._error)
+        error: Any = TimeoutError(f"the sweep has not ended within {timeout} s; it goes on")
+        if self._wait_in_cell(timeout):
+            error = self._error
+        if error is not None:
+            error.sweep = self
+            raise error
         return self
 
     def _wait_in_cell(self, timeout: float | None) -> bool:
@@ -437,10 +437,6 @@ class Sweep:
         names = dict.fromkeys(name for trial in self._trials for name in trial.logged)
         listed = one_line(", ".join(names), 200) or "nothing, by accelerator.log or otherwise"
         return f"; they logged {listed}"
-
-    def _about_this(self, error: BaseException) -> BaseException:
-        error.sweep = self  # type: ignore[attr-defined]
-        return error
 
     # ---- what is shown ---------------------------------------------------------------------
 
