@@ -25,6 +25,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch.control.call import labelled
+from notebook_accel.launch.control.run_state import Failure
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
@@ -57,7 +58,7 @@ class NotebookSession:
         names: the variables that any rank has.
         cells: source of each cell that all ranks have run to its end, by execution number.
         left_out: for each other cell, why a script must leave it out.
-        rank_at_fault: of the newest failed call; None if no rank failed.
+        failure: of the newest call that failed; None if none has.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class NotebookSession:
         self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
         self._owners.note_session_assigned(used_names.PROVIDED)
         self._notices = tuple(notices)
-        self.rank_at_fault: int | None = None
+        self.failure: Failure | None = None
         # How each call has ended is noted before the next one is made, so that nothing depends on
         # who waited for it: which call was noted last, and what was sent since, with which names.
         self._noted: Run | None = None
@@ -93,8 +94,6 @@ class NotebookSession:
         # call makes it anew. Whether they have names that they could not tell: a call raised.
         self._has_lost_group = False
         self._has_unreported_names = False
-        # Whether the device of a rank fails until the rank's process ends.
-        self._has_lost_device = False
         # What went along with a call that not all ranks have returned from, and its number.
         self._unsure: tuple[int, frozenset[str]] = (0, frozenset())
         # Waits for a cell in the background, and then shows its values.
@@ -107,6 +106,10 @@ class NotebookSession:
     @property
     def world_size(self) -> int:
         return self.session.world_size
+
+    @property
+    def rank_at_fault(self) -> int | None:
+        return None if self.failure is None else self.failure.rank
 
     @property
     def is_usable(self) -> bool:
@@ -348,8 +351,7 @@ class NotebookSession:
             return
         self._noted = run
         if called is not None and run.state.failure is not None:
-            self.rank_at_fault = run.state.failure.rank
-            self._has_lost_device |= wording.LASTING_ERROR in run.state.failure.traceback
+            self.failure = run.state.failure
         if run.state.ended_well:
             if called is not None and called.renews_group:
                 self._has_lost_group = False
@@ -385,7 +387,7 @@ class NotebookSession:
     def lost_with_device(self) -> str:
         self.await_calls()
         self._note_end()
-        if not self._has_lost_device:
+        if self.failure is None or wording.LASTING_ERROR not in self.failure.traceback:
             return ""
         # What the notebook has of them is pushed again.
         lost = (name for name in sorted(self.names) if not self._owners.is_ours(name))
