@@ -141,7 +141,7 @@ def test_no_class_of_ours_replaces_a_private_method_of_a_library() -> None:
 
 
 # Given theirs by ``of_torch.unscale_by``.
-SCALERS = ("dtensors.AgreeingScaler", "defaults._SpreadScaler")
+SCALERS = ("base.SpreadScaler",)
 
 
 def _modules_with_classes() -> list[Any]:

@@ -200,7 +200,13 @@ class CommonActions:
                 first.due = math.inf
                 self._act_at(first, first.point or wire.NOWHERE)
             else:
-                self._withdraw(first, TimeoutError(_no_point(first.action)))
+                text = (
+                    f"{first.action.kind}: the ranks did not come to a common point within "
+                    f"{POINT_SECONDS:g} s: points are the batches of prepared loaders, or reads of "
+                    "accelerator.should_stop or should_save. Nothing was changed, and the training "
+                    "goes on"
+                )
+                self._withdraw(first, TimeoutError(text))
         elif refused := [one.refused for one in first.answers.values() if one.refused]:
             self._withdraw(first, RuntimeError(refused[0]))
         else:
@@ -241,12 +247,3 @@ def _while_paused(action: wire.Action) -> Exception | None:
     if action.kind == "pause":
         return None
     return RuntimeError(f"{action.kind}: the run is paused; call run.go_on() first")
-
-
-def _no_point(action: wire.Action) -> str:
-    what = {"set": "take the new value", "save": "save", "pause": "pause"}[action.kind]
-    return (
-        f"the ranks did not come to a common point within {POINT_SECONDS:g} s at which they could "
-        f"{what}: points are the batches of prepared loaders, or reads of accelerator.should_stop "
-        "or should_save. Nothing was changed, and the training goes on"
-    )

@@ -304,7 +304,7 @@ def part_of_file(stored: Mapping[str, Any]) -> Any:
 
 
 def unscale_by(
-    scaler: Any, unscale: Callable[[Callable[..., Any], Optimizer, torch.Tensor], Any]
+    scaler: Any, unscale: Callable[[Any, Callable[..., Any], Optimizer, torch.Tensor], Any]
 ) -> None:
     """Replace the method ``_unscale_grads_`` of a subclass of GradScaler.
 
@@ -327,7 +327,7 @@ def unscale_by(
             values = (value.to(device=device) for value in (inv_scale, found_inf))
             return plain(self, optimizer, *values, allow_fp16)
 
-        return unscale(as_torch, optimizer, found_inf)
+        return unscale(self, as_torch, optimizer, found_inf)
 
     scaler._unscale_grads_ = replaced
 

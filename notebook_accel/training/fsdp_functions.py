@@ -34,7 +34,7 @@ from notebook_accel.training.preparing import extract_model_from_parallel
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.stepping.optimizer import inner_optimizer
-from notebook_accel.training.strategies.defaults import sharded
+from notebook_accel.training.strategies.base import sharded
 
 __all__ = [
     "load_fsdp_model",
@@ -77,13 +77,8 @@ def save_fsdp_model(
         trained = {name for name, weight in own.named_parameters() if weight.requires_grad}
         state = {name: value for name, value in state.items() if name in trained}
     pieces = _format(fsdp_plugin, accelerator).model_pieces(state, model_index)
-    _write(
-        fsdp_plugin,
-        accelerator,
-        pieces,
-        Path(output_dir),
-        f"{files.FSDP_MODEL_NAME}_{model_index}",
-    )
+    parts = f"{files.FSDP_MODEL_NAME}_{model_index}"
+    _write(fsdp_plugin, accelerator, pieces, Path(output_dir), parts)
 
 
 def load_fsdp_model(
@@ -144,13 +139,8 @@ def save_fsdp_optimizer(
     """
     layout = _format(fsdp_plugin, accelerator, model)
     pieces = layout.optimizer_pieces(inner_optimizer(optimizer), optimizer_index)
-    _write(
-        fsdp_plugin,
-        accelerator,
-        pieces,
-        Path(output_dir),
-        f"{files.OPTIMIZER_NAME}_{optimizer_index}",
-    )
+    parts = f"{files.OPTIMIZER_NAME}_{optimizer_index}"
+    _write(fsdp_plugin, accelerator, pieces, Path(output_dir), parts)
 
 
 def load_fsdp_optimizer(

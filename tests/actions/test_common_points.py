@@ -94,6 +94,9 @@ class Rank:
                 self.give_up_turn()
             if self.context.should_save():
                 self.record.append((self.num_batches, "save"))
+            if self._world.reads_should_stop and self.context.should_stop():
+                self.record.append((self.num_batches, "stop"))
+                return
 
     def _trace(self, frame: Any, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in _TRACED:
@@ -109,6 +112,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.num_batches = self.chance.randint(5, 25)
+        self.reads_should_stop = self.chance.random() < 0.3
         self.back = threading.Semaphore(0)
         self.now = 0.0
         boards = [Scoreboard(RANKS_EACH, has_others=True) for _ in range(NUM_AGENTS)]

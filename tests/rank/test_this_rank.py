@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,10 @@ import numpy as np
 import pytest
 
 from notebook_accel import ConfigError, RunStopped, wire
-from notebook_accel.actions.scoreboard import Scoreboard
+from notebook_accel.actions.scoreboard import FLAG_SECONDS, STOP, Scoreboard, leave_after
 from notebook_accel.launch.transport.channel import encode
 from notebook_accel.rank import this_rank
 from notebook_accel.rank.this_rank import DeviceMemory, LaunchedContext, RankContext, current, enter
-from tests.actions.test_scoreboard import stop
 
 
 @pytest.fixture(autouse=True)
@@ -285,6 +285,15 @@ def test_steps_and_the_memory_now_and_then() -> None:
 
 
 # ---- stop ----------------------------------------------------------------------------------
+
+
+def stop(board: Scoreboard) -> None:
+    """What agent and kernel do for a stop."""
+    board.ask(STOP)
+    time.sleep(FLAG_SECONDS)
+    passed = board.passed()
+    assert passed is not None
+    board.act_at(leave_after([passed]))
 
 
 def test_a_function_that_reads_learns_of_the_stop_and_goes_on() -> None:

@@ -482,7 +482,7 @@ def test_models_of_several_ranks() -> None:
     assert (first.pop("joined"), second.pop("joined")) == ([2, 2, 2], [1, 2, 1])
     (stays, none), none_there = first.pop("told"), second.pop("told")
     assert "even_batches=False) is only supported for map-style datasets" in stays
-    assert "1 of the 4 prepared loaders stay as they are" in stays
+    assert "other prepared loaders stay as they are" in stays
     assert "no effect, and loaders stay as they are" in none
     assert "it was given Linear" in none
     assert none_there == [], "said once for all"

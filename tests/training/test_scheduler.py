@@ -30,11 +30,7 @@ def on_ranks(make: Any, num_steps: int) -> tuple[Any, AcceleratedScheduler, Accu
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     accumulation = Accumulation(GradientAccumulationPlugin())
     scheduler = AcceleratedScheduler(
-        make(optimizer),
-        [],
-        accumulation=accumulation,
-        num_steps=num_steps,
-        num_shares=num_steps,
+        make(optimizer), [], accumulation=accumulation, num_shares=num_steps
     )
     optimizer.step()
     return optimizer, scheduler, accumulation

@@ -18,8 +18,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.files import Format, entries
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.settings.handlers import ProjectConfiguration
+from notebook_accel.training.strategies.base import sharded
 from notebook_accel.training.strategies.deepspeed import DeepSpeedFiles
-from notebook_accel.training.strategies.defaults import sharded
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")
 # The states of objects that the user registered.

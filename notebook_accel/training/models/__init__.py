@@ -52,21 +52,6 @@ class ReplacedForward:
         """The forward that this object replaced, as a bound callable."""
         return forward_of(self.module, self.replaced)
 
-    def put_back(self) -> None:
-        """Remove this object from the module, which then calls :attr:`plain` in its place.
-
-        Other replaced forwards of the module stay in place.
-        """
-        forwards = [*replaced_forwards(self.module)]
-        outer = forwards[forwards.index(self) - 1] if self is not forwards[0] else None
-        if outer is not None:
-            outer.replaced = self.replaced
-            outer.__wrapped__ = outer.plain  # type: ignore[attr-defined]
-        elif self.replaced is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self.replaced
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
         # Not copy.copy: it goes through `__reduce__`, which gives another forward.
         new = object.__new__(type(self))
@@ -95,9 +80,17 @@ def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
 
 def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward) -> None:
     """Remove replaced forwards that are instances of ``kind`` from ``module``; others stay."""
+    outer: ReplacedForward | None = None
     for forward in [*replaced_forwards(module)]:
-        if isinstance(forward, kind):
-            forward.put_back()
+        if not isinstance(forward, kind):
+            outer = forward
+        elif outer is not None:
+            outer.replaced = forward.replaced
+            outer.__wrapped__ = outer.plain  # type: ignore[attr-defined]
+        elif forward.replaced is not None:
+            module.__dict__["forward"] = forward.replaced
+        else:
+            del module.__dict__["forward"]
 
 
 def weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

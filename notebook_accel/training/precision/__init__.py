@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
+from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import convert_to_fp32
 from notebook_accel.training.models import RemovableForward, strip_forward, weights_of
 from notebook_accel.training.precision.float8 import AORecipeKwargs, convert_model_to_fp8_ao
@@ -34,14 +35,15 @@ class LossScaling:
 
     The scale is updated only before the next loss is scaled. If it were updated after each
     optimizer's step, a second optimizer would divide gradients by another scale than the loss had.
+
+    Args:
+        agrees: whether all ranks unscale if any rank has gradients: for sharded weights, of which
+            ranks have different ones.
     """
 
-    kind_of_scaler: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
-    # Of a scaler that the user sets (``accelerator.scaler``).
-    kind_to_set: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
-
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler, *, agrees: bool = False) -> None:
         self._scaler = scaler
+        self._agrees = agrees
         self._is_used = False  # whether the gradients of the last backward were stepped or cleared
         # The optimizers whose gradients are unscaled, by their ids.
         self._done: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -62,13 +64,13 @@ class LossScaling:
         """Return the scaler for the losses of a new backward.
 
         The scale is updated first, if the gradients of the backwards so far were used by a step or
-        cleared. Every rank has to call this before its backward, since the subclass for sharded
-        weights asks all ranks whether gradients were cleared.
+        cleared. Every rank has to call this before its backward, since all ranks are asked
+        whether gradients were cleared where they agree.
         """
         if not self._is_used:
             # Gradients may be cleared without their optimizer: by the model's zero_grad, say.
             self._is_used = any(
-                not self.is_so_anywhere(_has_gradients(optimizer))
+                not self._is_so_anywhere(_has_gradients(optimizer))
                 for optimizer in list(self._done.values())
             )
         self._settle()
@@ -104,7 +106,7 @@ class LossScaling:
             if id(optimizer) in self._done:
                 if is_wanted:
                     self._refuse_mixed(optimizer)
-            elif self.is_so_anywhere(is_wanted):
+            elif self._is_so_anywhere(is_wanted):
                 self._done[id(optimizer)] = optimizer
                 self._scaler.unscale_(optimizer)
 
@@ -132,7 +134,7 @@ class LossScaling:
             gradient overflowed; None if none was looked at.
         """
         given = () if closure is None else (closure,)
-        if not self.is_so_anywhere(_has_gradients(optimizer)):
+        if not self._is_so_anywhere(_has_gradients(optimizer)):
             return optimizer.step(*given), None
         result = self._scaler.step(optimizer, *given)
         self._is_used = True
@@ -150,14 +152,9 @@ class LossScaling:
         if id(optimizer) in self._done:
             self._is_used = True
 
-    def is_so_anywhere(self, is_so: bool) -> bool:
-        """Return whether ``is_so`` is True on at least one rank.
-
-        This base class returns ``is_so`` without asking other ranks: all ranks have gradients of
-        the same weights, so ``is_so`` is the same on each. Subclasses for sharded weights ask all
-        ranks, which have to call this method together.
-        """
-        return is_so
+    def _is_so_anywhere(self, is_so: bool) -> bool:
+        # Without agreement, all ranks have gradients of the same weights: it is the same on each.
+        return bool(collectives.reduce(torch.tensor(is_so), "max")) if self._agrees else is_so
 
     def _settle(self) -> None:
         if self._is_used:
@@ -216,8 +213,8 @@ class Precision:
         self.options = pick_handler(handlers, AutocastKwargs)
         self.scaler_options = pick_handler(handlers, GradScalerKwargs)
 
-    def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
-        """Return a loss scaling, an object of ``kind``; None if this precision needs none."""
+    def make_scaler(self, kind: type[torch.amp.GradScaler]) -> torch.amp.GradScaler | None:
+        """Return a loss scaler, an object of ``kind``; None if this precision needs none."""
         return None
 
     def autocast(
@@ -259,10 +256,10 @@ class Float16(Precision):
     name = "fp16"
     dtype = torch.float16
 
-    def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
+    def make_scaler(self, kind: type[torch.amp.GradScaler]) -> torch.amp.GradScaler | None:
         if not self.scaler_options.enabled:
             return None
-        return kind(kind.kind_of_scaler(self.device_type, **self.scaler_options.to_kwargs()))
+        return kind(self.device_type, **self.scaler_options.to_kwargs())
 
 
 class Float8(BFloat16):

@@ -357,7 +357,7 @@ class Preparation:
             scheduler,
             bound or self.optimizers,
             accumulation=request.accumulation,
-            num_steps=self._schedule_steps,
+            split_batches=request.loaders.split_batches,
             num_shares=self.strategy.data_group.size,
             step_with_optimizer=request.step_scheduler_with_optimizer,
         )

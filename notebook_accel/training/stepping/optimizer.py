@@ -408,8 +408,6 @@ class AcceleratedScheduler:
             moves one step with each call.
         split_batches: True: the schedule moves one step per optimizer step, not P.
         accumulation: set by ``prepare``: the state of gradient accumulation.
-        num_steps: set by ``prepare``: steps of the schedule per optimizer step; None derives them
-            from ``split_batches``.
         num_shares: set by ``prepare``: P, the number of parts into which the data is divided; None:
             the number of ranks.
 
@@ -440,15 +438,12 @@ class AcceleratedScheduler:
         split_batches: bool = False,
         *,
         accumulation: Accumulation | None = None,
-        num_steps: int | None = None,
         num_shares: int | None = None,
     ) -> None:
         self._num_shares = num_shares or topology.topology().num_processes
-        if num_steps is None:
-            num_steps = 1 if split_batches else self._num_shares
         self.scheduler = scheduler
         self.optimizers = [*optimizers] if isinstance(optimizers, Sequence) else [optimizers]
-        self.num_steps = num_steps
+        self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self._peak = 0.0
         self._ran_out = False

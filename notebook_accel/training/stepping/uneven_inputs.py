@@ -49,29 +49,18 @@ def join_uneven_inputs(
         )
         yield
         return
-    with _filling_up(loaders, even_batches), Join(able):
-        yield
-
-
-@contextmanager
-def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
-    """Return a context in which ``even_batches`` of the loaders is ``value``; None changes nothing.
-
-    A notice is shown if a loader has no setting ``even_batches``.
-    """
-    # Those of others may be among them, which a subclass's prepare_data_loader gives.
-    asked: list[Any] = (
-        [] if value is None else [getattr(loader, "_shard", None) for loader in loaders]
-    )
-    found = [shard for shard in asked if hasattr(shard, "even_batches")]
-    if len(found) < len(asked):
-        notice_once(
-            "join: even_batches",
-            f"join_uneven_inputs(even_batches={value}) is only supported for map-style datasets "
-            f"and streams that each rank reads: {len(asked) - len(found)} of the {len(asked)} "
-            "prepared loaders stay as they are",
-        )
-    with ExitStack() as restored:
-        for shard in found:
-            restored.enter_context(set_within(shard, even_batches=value))
+    with ExitStack() as stack:
+        for loader in () if even_batches is None else loaders:
+            # Loaders of others may be among them, which a subclass's prepare_data_loader gives.
+            shard = getattr(loader, "_shard", None)
+            if hasattr(shard, "even_batches"):
+                stack.enter_context(set_within(shard, even_batches=even_batches))
+            else:
+                notice_once(
+                    "join: even_batches",
+                    f"join_uneven_inputs(even_batches={even_batches}) is only supported for "
+                    "map-style datasets and streams that each rank reads: other prepared loaders "
+                    "stay as they are",
+                )
+        stack.enter_context(Join(able))
         yield

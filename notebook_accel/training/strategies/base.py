@@ -7,8 +7,8 @@ never checks which strategy it has::
 
     settings --table--> Strategy --prepare_model, prepare_optimizer--> what the loop calls
                            |--data_group--> loaders, gather, reduce
-                           |--gradient_sync, StrategyDefaults --> the loop
-                           '--StrategyDefaults --> checkpoints
+                           |--gradient_sync, backward, clip_grad_norm --> the loop
+                           '--state_dict, format --> checkpoints
 
 A user may pass ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
 ``fully_shard`` or ``parallelize_module`` was called. Such a model is not wrapped again. Gradient
@@ -20,9 +20,12 @@ which takes a second, only where there are such weights.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,20 +34,73 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.models import set_within
+from notebook_accel.training.files import Format
+from notebook_accel.training.models import has_parts, set_within, weights_of
+from notebook_accel.training.precision import LossScaling
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.stepping.step_timer import measure_steps
+from notebook_accel.training.stepping.step_timer import measure_steps, step_timer
 from notebook_accel.training.strategies.compiling import compile_model
-from notebook_accel.training.strategies.defaults import StrategyDefaults, dtensors_of
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
+from notebook_accel.training.strategies.strategy_request import (
+    LossFunction,
+    ModelToPrepare,
+    PrepareCall,
+    Request,
+    call_model,
+)
+
+if TYPE_CHECKING:
+    from notebook_accel.training.strategies.context import SequenceDivider
 
 
-class Strategy(StrategyDefaults):
+def dtensors_of(tensors: Iterable[Any]) -> ModuleType | None:
+    """Return ``strategies.dtensors`` if a tensor is sharded; only then its import is needed."""
+    return import_module(".dtensors", __package__) if has_parts(tensors) else None
+
+
+def sharded(**given: Any) -> Format:
+    """Return the format of shards; torch's distributed checkpoints take 0.3 s to import."""
+    from notebook_accel.training.files.sharded import Sharded
+
+    return Sharded(**given)
+
+
+class SpreadScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` for optimizers with plain gradients, sharded gradients, or both."""
+
+
+class AgreeingScaler(SpreadScaler):
+    """A ``GradScaler`` for spread models: if one rank overflows, all ranks skip the step.
+
+    Torch's ``GradScaler`` unscales all gradients in one operation, which refuses a mix of plain and
+    sharded gradients. It reports an overflow only to the ranks in the mesh of that gradient, so
+    that other ranks would step. Here all ranks take part in each unscaling, even a rank without
+    gradients (a pipeline stage whose weights are frozen), so that all keep the same scale.
+    """
+
+
+def _unscale(
+    scaler: object,
+    as_torch: Callable[..., dict[torch.device, torch.Tensor]],
+    optimizer: Optimizer,
+    found_inf: torch.Tensor,
+) -> dict[torch.device, torch.Tensor]:
+    if isinstance(scaler, AgreeingScaler) or has_parts(weights_of(optimizer)):
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.unscale_in_parts(as_torch, optimizer, found_inf)
+    return as_torch(optimizer)
+
+
+of_torch.unscale_by(SpreadScaler, _unscale)
+
+
+class Strategy:
     """Base class of the kinds of parallelism, and the strategy for a single device.
 
     Attributes:
@@ -53,6 +109,11 @@ class Strategy(StrategyDefaults):
         mesh: the device mesh of the ranks; None without ``parallelism_config`` or sharding.
         is_engine: whether a library's engine trains the model (DeepSpeed): it sets the precision
             itself, and :meth:`expect` tells it which model and optimizer belong together.
+        scaling: None if losses are not scaled, or if the library scales them (DeepSpeed).
+        sequences: divides sequences over the ranks; None without context parallelism.
+        spread: prepared models of which this rank has only a part of the weights.
+        joins_later: whether the notebook can join the state dicts that :meth:`state_dict` gives of
+            parts.
     """
 
     distributed_type: DistributedType | None = None
@@ -60,6 +121,11 @@ class Strategy(StrategyDefaults):
     mesh: DeviceMesh | None = None
     is_engine: bool = False
     parallelism: ParallelismConfig | None = None
+    kind_of_scaler: type[SpreadScaler] = SpreadScaler
+    scaling: LossScaling | None = None
+    sequences: SequenceDivider | None = None
+    spreads_weights: bool = False
+    joins_later: bool = True
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -67,11 +133,11 @@ class Strategy(StrategyDefaults):
         self.precision = request.precision
         self.accumulation = request.accumulation
         self.parallelism = request.plugins.get("parallelism_config")
-        self.scaling = request.precision.make_scaling(self.kind_of_scaling)
+        self.scale_by(request.precision.make_scaler(self.kind_of_scaler))
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
-        self.spread = weakref.WeakSet()
+        self.spread: weakref.WeakSet[Module] = weakref.WeakSet()
         # Whether backward reduces the gradients of a sharded model; it does where nothing was set.
         self._reduces: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         measure_steps(self.topology.device)
@@ -85,7 +151,6 @@ class Strategy(StrategyDefaults):
         """
         if (dtensors := dtensors_of(given.model.parameters())) is None:
             return compile_model(self.place(given), self.request.dynamo)
-        self.was_given_parts = True
         self.spread.add(given.model)
         dtensors.accept_whole_weights(given.model)
         return given.model
@@ -167,6 +232,147 @@ class Strategy(StrategyDefaults):
 
     def close(self) -> None:
         """Release resources that the strategy made for itself, such as a process group."""
+
+    # What training loops ask.
+
+    def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
+        if num_steps > 1:
+            loss = loss / num_steps
+        if self.scaling is not None:
+            loss = self.scaling.scale(loss)
+        with step_timer().backward(loss):
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def forward_backward(
+        self, model: Module, inputs: Any, targets: Any, loss_function: LossFunction, num_steps: int
+    ) -> torch.Tensor:
+        """Run forward, loss and backward of one batch; return the loss, detached."""
+        loss = loss_function(call_model(model, inputs), targets)
+        self.backward(loss, num_steps)
+        return loss.detach()
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip the norm of the gradients, in place; return the norm before clipping.
+
+        If weights are sharded, the norm is that over all shards, and all ranks call this together.
+        """
+        weights = list(parameters)
+        if (dtensors := dtensors_of(weights)) is None:
+            return torch.nn.utils.clip_grad_norm_(weights, max_norm, norm_type=norm_type)
+        norm: torch.Tensor = dtensors.clip_grad_norm(
+            weights, max_norm, norm_type, self.topology.device
+        )
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each element of the gradients to [-clip_value, clip_value], in place."""
+        weights = list(parameters)
+        dtensors = dtensors_of(weights)
+        for group in dtensors.by_mesh(weights) if dtensors else [weights]:
+            torch.nn.utils.clip_grad_value_(group, clip_value)
+
+    def drop_unreduced(self, optimizer: Optimizer) -> None:
+        """Drop accumulated gradients that are not yet in the weights' ``grad``."""
+        # Asked by every zero_grad: all weights are looked at only where there is something to drop.
+        if self.spread and (dtensors := dtensors_of(weights_of(optimizer))):
+            weights = {id(weight) for weight in weights_of(optimizer)}
+            for model in self.spread:
+                dtensors.drop_unreduced(model, weights)
+
+    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off."""
+        agrees = issubclass(self.kind_of_scaler, AgreeingScaler)
+        expected = AgreeingScaler if agrees else torch.amp.GradScaler
+        if scaler is not None and not isinstance(scaler, expected):
+            raise ConfigError(
+                f"accelerator.scaler is set to a {type(scaler).__name__}: expected None or a "
+                f"{expected.__name__}, which the Accelerator has made: set it up by "
+                "kwargs_handlers=[GradScalerKwargs(...)]"
+            )
+        # The property brings the scaler up to date with the last step first.
+        before = None if self.scaling is None else self.scaling.scaler
+        if scaler is not before:
+            self.scaling = None if scaler is None else LossScaling(scaler, agrees=agrees)
+
+    # What checkpoints ask.
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each rank writes its shards of the weights.
+
+        If False, rank 0 writes full weights.
+        """
+        return False
+
+    @property
+    def format(self) -> Callable[..., Format]:
+        """How checkpoints keep the models and optimizers: a subclass of ``Format``."""
+        return sharded if self.saves_shards else Format
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether all ranks must take part in saving, since each has only a part of a model."""
+        return self.saves_shards or self.spreads_weights or bool(self.spread)
+
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
+        """Return the state dict of an unwrapped model; with sharded weights, all ranks call it.
+
+        Args:
+            full: whether sharded tensors are joined to full ones. False returns this rank's shards,
+                without a collective.
+            keeps: False for a rank that only helps to join tensors for other ranks. Such a rank may
+                get an empty dictionary, which saves memory.
+        """
+        dtensors = dtensors_of(model.parameters()) if full else None
+        if dtensors is None:
+            return model.state_dict()
+        whole: dict[str, Any] = dtensors.whole_state_dict(model, keeps=keeps, to_cpu=True)
+        return whole
+
+    def is_in_parts(self, model: Module) -> bool:
+        """Return whether this rank has only a part of a prepared model's weights."""
+        # Not by its weights: while a forward runs, those of a sharded module are whole.
+        return model in self.spread
+
+    def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Load full (unsharded) weights into a model without wrapper; all ranks call it."""
+        model.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
+        """Return the full state dict of an optimizer; with sharded weights, all ranks call it."""
+        if (dtensors := dtensors_of(weights_of(optimizer))) is None:
+            return optimizer.state_dict()
+        whole = dtensors.make_whole(optimizer.state_dict(), keeps=keeps, to_cpu=True)
+        return whole if keeps else {}
+
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return this rank's part without a collective.
+
+        None if the notebook could not join the parts.
+        """
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a full (unsharded) state dict into an optimizer; all ranks call it."""
+        dtensors = dtensors_of(weights_of(optimizer))
+        if dtensors is None:
+            optimizer.load_state_dict(state)
+        else:
+            dtensors.load_optimizer_state(optimizer, state)
+
+    def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
+        """Load what the strategy's library wrote; False if the checkpoint has no such files."""
+        return False
+
+    def make_whole(self, values: Any) -> Any:
+        """Return nested ``values`` with sharded tensors joined to full ones; all ranks call it."""
+        if not self.saves_together:
+            return values
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.make_whole(values, to_cpu=True)
 
 
 @contextmanager

@@ -95,13 +95,9 @@ class _WrappedFor(NamedTuple):
 
         Also True if no weight trains: torch would not wrap it.
         """
-        weights = list(wrapped.parameters())
-        trains = [weight.requires_grad for weight in weights]
-        return not any(trains) or (
-            list(map(id, weights)) == list(map(id, self.weights))
-            and trains == self.trains
-            and [weight.shape for weight in weights] == self.sizes
-        )
+        now = [(id(one), one.requires_grad, one.shape) for one in wrapped.parameters()]
+        known = [*zip(map(id, self.weights), self.trains, self.sizes, strict=True)]
+        return now == known or not any(trains for _, trains, _ in now)
 
 
 # What torch notes in a wrapper for the time of a block.

@@ -21,7 +21,6 @@ from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import reduce
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.models import joined_state_dict, weights_of
-from notebook_accel.training.precision import LossScaling
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
@@ -161,16 +160,6 @@ def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
                 group["foreach"] = False
 
 
-class AgreeingScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` for sharded gradients: if one rank overflows, all ranks skip the step.
-
-    Torch's ``GradScaler`` unscales all gradients in one operation, which refuses a mix of plain and
-    sharded gradients. It reports an overflow only to the ranks in the mesh of that gradient, so
-    that other ranks would step. Here all ranks take part in each unscaling, even a rank without
-    gradients (a pipeline stage whose weights are frozen), so that all keep the same scale.
-    """
-
-
 def unscale_in_parts(
     as_torch: Callable[[Any, bool, torch.device], Mapping[torch.device, torch.Tensor]],
     optimizer: Optimizer,
@@ -190,18 +179,6 @@ def unscale_in_parts(
         for seen in as_torch(optimizer_of_parts, True, device).values():
             found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
     return {found_inf.device: reduce(found_inf, "max")}
-
-
-of_torch.unscale_by(AgreeingScaler, unscale_in_parts)
-
-
-class AgreeingScaling(LossScaling):
-    """Loss scaling for sharded weights: all ranks unscale if any rank has gradients."""
-
-    kind_of_scaler = kind_to_set = AgreeingScaler
-
-    def is_so_anywhere(self, is_so: bool) -> bool:
-        return bool(reduce(torch.tensor(is_so), "max"))
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

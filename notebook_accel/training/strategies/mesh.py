@@ -31,7 +31,7 @@ from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParalle
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_sizes
 from notebook_accel.training.strategies import dtensors, parallelize
-from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.base import AgreeingScaler, Strategy
 from notebook_accel.training.strategies.context import SequenceDivider
 from notebook_accel.training.strategies.strategy_request import (
     LossFunction,
@@ -47,7 +47,7 @@ class MeshParallel(Strategy):
     """Strategy for sharded weights and tensor parallelism over one mesh."""
 
     spreads_weights = True
-    kind_of_scaling = dtensors.AgreeingScaling
+    kind_of_scaler = AgreeingScaler
     parallelism: ParallelismConfig
 
     def __init__(self, request: Request) -> None:
