@@ -31,7 +31,7 @@ _PCI = Path("/sys/bus/pci/devices")
 _log = logging.getLogger(__name__)
 
 # Kinds that torch does not know: a module of this folder has what torch's own have for others.
-_DRIVERS = {"xla": "notebook_accel.training.processes.xla"}
+_DRIVERS = {"xla": "notebook_accel.training.processes.xla_driver"}
 HOST = torch.device("cpu")
 
 

@@ -104,8 +104,16 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
             os.environ.pop(name, None)
             os.environ.update({} if text is None else {name: text})
         plugin: Any = super().resolve(argument, given)
-        if given is not None and plugin is not None:
-            _tell_transformers(reads_on_rank_0=bool(plugin.cpu_ram_efficient_loading))
+        known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
+        if given is None or not (plugin.cpu_ram_efficient_loading or known[0] in os.environ):
+            return plugin  # type: ignore[no-any-return]
+        # Kept, since the next Accelerator reads USE_FSDP too, and would use FSDP although it was
+        # given no plugin.
+        current().shared[_SAID] = {name: os.environ.get(name) for name in known}
+        if plugin.cpu_ram_efficient_loading:
+            environment.enable_fsdp_ram_efficient_loading()
+        else:
+            environment.disable_fsdp_ram_efficient_loading()
         return plugin  # type: ignore[no-any-return]
 
     def _resolve_sharding(self) -> None:
@@ -373,25 +381,3 @@ def _dtype(given: str | torch.dtype) -> torch.dtype:
 
 # What the environment said before an Accelerator told Transformers something else.
 _SAID = "environment before Transformers was told"
-
-
-def _tell_transformers(*, reads_on_rank_0: bool) -> None:
-    """Tell Transformers, by environment variables, whether only rank 0 reads a checkpoint.
-
-    FSDP_CPU_RAM_EFFICIENT_LOADING is set to ``reads_on_rank_0``. If that is True,
-    ACCELERATE_USE_FSDP is set to "True" too, unless it has a value: Transformers reads both
-    variables. If it is False and FSDP_CPU_RAM_EFFICIENT_LOADING is not set, nothing is done.
-
-    The former values of both variables are kept, and
-    :meth:`FullyShardedDataParallelPlugin.resolve` restores them when the next ``Accelerator`` is
-    made. That ``Accelerator`` reads ACCELERATE_USE_FSDP too, and would use FSDP although it was
-    given no plugin.
-    """
-    known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
-    if not reads_on_rank_0 and known[0] not in os.environ:
-        return
-    current().shared[_SAID] = {name: os.environ.get(name) for name in known}
-    if reads_on_rank_0:
-        environment.enable_fsdp_ram_efficient_loading()
-    else:
-        environment.disable_fsdp_ram_efficient_loading()

@@ -496,17 +496,14 @@ class AcceleratedScheduler:
         for _ in range(self.num_steps):
             if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
-        if self.num_steps > 1:
-            self._watch_the_end()
-
-    def _watch_the_end(self) -> None:
-        """Warn once if the rate is 0 after two moves; 0 after one may be the end."""
+        if self.num_steps == 1:
+            return
+        # The rate may be 0 after the last move; after two the schedule was too short.
         highest = max(float(rate) for rate in self.scheduler.get_last_lr())
         self._peak = max(self._peak, highest)
         if highest > _NOTHING * self._peak:
             self._ran_out = False
         elif not self._ran_out:
-            # A schedule of the right length reaches 0 too, with its last step.
             self._ran_out = self._peak > 0
         else:
             notice_once(

@@ -94,18 +94,11 @@ class MeshParallel(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         dtensors.remap(optimizer, self._replaced)
-        self._refuse_one_vector(optimizer)
-        return optimizer
-
-    def _refuse_one_vector(self, optimizer: Optimizer) -> None:
-        """Refuse LBFGS in a pipeline, or with weights on several meshes.
-
-        Its step treats all weights as one vector. In a pipeline, a rank has only the weights of its
-        stages, and weights of several meshes cannot be joined into a vector.
-        """
-        if not isinstance(optimizer, torch.optim.LBFGS):
-            return
-        if self.parallelism.pp_enabled or len(dtensors.by_mesh(weights_of(optimizer))) > 1:
+        # Its step treats all weights as one vector. In a pipeline, a rank has only the weights of
+        # its stages, and weights of several meshes cannot be joined into a vector.
+        if isinstance(optimizer, torch.optim.LBFGS) and (
+            self.parallelism.pp_enabled or len(dtensors.by_mesh(weights_of(optimizer))) > 1
+        ):
             sizes = {name: size for name, size in self.parallelism.sizes.items() if size > 1}
             raise ConfigError(
                 f"{type(optimizer).__name__} steps all weights as one vector, and with "
@@ -113,6 +106,7 @@ class MeshParallel(Strategy):
                 "one: expected an optimizer that steps each weight by itself, such as AdamW, or "
                 "replicas, or shards alone (dp_shard_size)"
             )
+        return optimizer
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         if not given.training:

@@ -26,7 +26,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
 from notebook_accel.training.models import RemovableForward, replaced_forwards, weights_of
 from notebook_accel.training.precision import LossScaling
-from notebook_accel.training.processes import xla
+from notebook_accel.training.processes import xla_driver
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
@@ -139,7 +139,7 @@ class XlaParallel(Strategy):
 
     def _end_step(self) -> None:
         self._averaged.clear()
-        xla.end_step()
+        xla_driver.end_step()
         num_compiles = self._metrics.counter_value("UncachedCompile") or 0
         has_compiled = num_compiles > self._num_compiles
         self._num_compiles = num_compiles
