@@ -6,6 +6,7 @@ rank. The third such class, ``GradientState``, is in ``stepping``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
+from notebook_accel.text_values import parse_flag
 from notebook_accel.training.collectives import is_debugging, set_debugging
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.processes import ProcessInfo, devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
-from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
 from notebook_accel.training.settings.parallelism import ParallelismConfig
@@ -110,7 +111,7 @@ class PartialState(ProcessInfo):
     @property
     def fork_launched(self) -> bool:
         """Whether Accelerate's launcher forked this process (environment: ``FORK_LAUNCHED``)."""
-        return environment.parse_flag_from_env("FORK_LAUNCHED")
+        return parse_flag("FORK_LAUNCHED", os.environ.get("FORK_LAUNCHED", "0"))
 
     def set_device(self) -> None:
         """Determine this rank's device and make the process group, unless that has been done.

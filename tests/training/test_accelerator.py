@@ -28,7 +28,6 @@ from notebook_accel import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    GradientState,
     ProfileKwargs,
     ProjectConfiguration,
     notebook_launcher,
@@ -523,12 +522,6 @@ def refuse_spread() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "true")
         return type(Accelerator(cpu=True).prepare(model)).__name__
-
-
-def test_the_state_of_the_window_follows_the_newest_accelerator() -> None:
-    Accelerator(cpu=True, gradient_accumulation_steps=2)
-    Accelerator(cpu=True, gradient_accumulation_steps=3)
-    assert GradientState().num_steps == 3
 
 
 @pytest.mark.gpu

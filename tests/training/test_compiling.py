@@ -20,7 +20,6 @@ from notebook_accel.training.strategies.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,
     compile_in_place,
-    compile_model,
     compile_regions,
     has_compiled_regions,
     is_compiled_module,
@@ -67,18 +66,6 @@ def test_blocks_are_compiled_as_accelerate_compiles_them() -> None:
 def test_a_model_without_repeated_blocks_is_compiled_as_a_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert is_compiled_module(compile_regions(model, backend="eager"))
-
-
-def test_a_plugin_says_how() -> None:
-    model = Layered()
-    assert compile_model(model, TorchDynamoPlugin()) is model
-    assert is_compiled_module(compile_model(model, TorchDynamoPlugin(backend="eager")))  # type: ignore[arg-type]
-    regional = TorchDynamoPlugin(backend=DynamoBackend.EAGER, use_regional_compilation=True)
-    compiled = compile_model(model, regional)
-    assert not is_compiled_module(compiled)
-    assert has_compiled_regions(compiled)
-    with pytest.raises(ConfigError, match="inductor"):
-        TorchDynamoPlugin(backend="fast")  # type: ignore[arg-type]
 
 
 def test_a_plugin_reads_the_environment_as_accelerate_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,18 +39,6 @@ Plugin = FullyShardedDataParallelPlugin
 CPU = torch.device("cpu")
 
 
-def test_the_defaults_are_accelerates() -> None:
-    plugin = Plugin()
-    assert plugin.fsdp_version == 1
-    assert plugin.sharding_strategy == ShardingStrategy.FULL_SHARD
-    assert plugin.reshard_after_forward is True
-    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
-    assert Plugin(fsdp_version=2).state_dict_type == StateDictType.SHARDED_STATE_DICT
-    assert plugin.auto_wrap_policy == "no_wrap"
-    assert plugin.cpu_offload == CPUOffload(offload_params=False)
-    assert plugin.sync_module_states is True
-
-
 @pytest.mark.parametrize(
     ("given", "saves_shards"),
     [

@@ -22,6 +22,7 @@ from tests.training.single import fresh_rank  # noqa: F401
 _FSDP: list[tuple[str, dict[str, str]]] = [
     ("fsdp_version", {}),
     ("fsdp_version", {"VERSION": "2"}),
+    ("sharding_strategy", {}),
     *(
         ("sharding_strategy", {"SHARDING_STRATEGY": text})
         for text in ("FULL_SHARD", "shard_grad_op", "NO_SHARD", "HYBRID_SHARD_ZERO2", "4")

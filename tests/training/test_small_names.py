@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
 from notebook_accel import utils
+from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from tests.training.single import forget_states, fresh_rank  # noqa: F401
 
@@ -120,3 +121,18 @@ def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there() -
     assert {"GradientAccumulationPlugin", "DataLoaderConfiguration"} <= wanted
     assert {name for name in wanted if not hasattr(ours, name)} == set()
     assert ours.DistributedType is notebook_accel.DistributedType
+
+
+def test_tied_weights_are_found_and_tied_again() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False))
+    model[1].weight = model[0].weight
+    ties = tied_names(model)
+    assert ties == [["0.weight", "1.weight"]]
+    for part in model:
+        part.weight = torch.nn.Parameter(part.weight.to("meta"))
+    retie_parameters(model, ties)
+    assert model[0].weight is not model[1].weight
+    model[1].weight = torch.nn.Parameter(torch.ones(3, 2))
+    retie_parameters(model, ties)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.device.type == "cpu"

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.processes import devices
-from notebook_accel.training.settings.environment import is_installed, parse_flag_from_env
+from notebook_accel.training.settings.environment import is_installed, read_flag
 from notebook_accel.training.settings.handlers import KwargsHandler
 
 __all__ = [
@@ -68,7 +68,7 @@ class AORecipeKwargs(KwargsHandler):
             from torchao.float8 import Float8LinearConfig
 
             if self.pad_inner_dim is None:
-                self.pad_inner_dim = parse_flag_from_env("ACCELERATE_FP8_PAD_INNER_DIM", True)
+                self.pad_inner_dim = read_flag("FP8_PAD_INNER_DIM", default=True)
             self.config = Float8LinearConfig(pad_inner_dim=self.pad_inner_dim)
         if self.enable_fsdp_float8_all_gather or self.config.enable_fsdp_float8_all_gather:
             raise ConfigError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
 
 from notebook_accel.config.checks import parse_flag
 from notebook_accel.errors import ConfigError
@@ -22,13 +21,10 @@ def read(name: str) -> str | None:
     return None if found is None else os.environ[found].strip()
 
 
-def read_flag(name: str) -> bool:
-    """Return a setting as a bool.
-
-    False if it is unset. ``name`` has no prefix, as in :func:`read`.
-    """
+def read_flag(name: str, default: bool = False) -> bool:
+    """Return a setting as a bool, or the default if it is unset. ``name`` is as in :func:`read`."""
     variable = _find(name)
-    return variable is not None and parse_flag(variable, os.environ[variable])
+    return default if variable is None else parse_flag(variable, os.environ[variable])
 
 
 def read_count(name: str) -> int | None:
@@ -40,17 +36,6 @@ def read_count(name: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{variable}={text!r}: expected a whole number of at least 1")
     return int(text)
-
-
-def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the value of the first variable whose text is a whole number of at least 0."""
-    texts = (os.environ.get(name, "").strip() for name in env_keys)
-    return next((int(text) for text in texts if text.isdecimal()), default)
-
-
-def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return a variable as a bool, or the default if it is unset. ``key`` is its complete name."""
-    return parse_flag(key, os.environ[key]) if key in os.environ else default
 
 
 def _find(name: str) -> str | None:

@@ -17,7 +17,6 @@ from notebook_accel.config.mesh_options import MeshOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
-from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import StrategyPlugin, as_steps
 
@@ -86,7 +85,8 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
                 setattr(self, name, option.from_environment())
             setattr(self, name, option.checked(f"ParallelismConfig: {name}", getattr(self, name)))
         if self.sp_size is None:
-            self.sp_size = environment.get_int_from_env(["PARALLELISM_CONFIG_SP_SIZE"], 1)
+            text = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "").strip()
+            self.sp_size = int(text) if text.isdecimal() else 1
         self._check_backends()
         if self.pp_schedule not in _SCHEDULES:
             raise ConfigError(
