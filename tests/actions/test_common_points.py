@@ -88,15 +88,15 @@ class Rank:
         for _ in range(self._world.num_batches):
             self.num_batches += 1
             self.context.count_batch()
+            if self._world.reads_should_stop and self.context.should_stop():
+                self.record.append((self.num_batches, "stop"))
+                return
             self.num_steps += 1
             # The step's collective: nobody leaves it before all have come.
             while any(one.num_steps < self.num_steps for one in self._world.ranks):
                 self.give_up_turn()
             if self.context.should_save():
                 self.record.append((self.num_batches, "save"))
-            if self._world.reads_should_stop and self.context.should_stop():
-                self.record.append((self.num_batches, "stop"))
-                return
 
     def _trace(self, frame: Any, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in _TRACED:
