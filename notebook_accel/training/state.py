@@ -15,9 +15,9 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from notebook_accel.config.checks import parse_flag
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current
-from notebook_accel.text_values import parse_flag
 from notebook_accel.training.collectives import is_debugging, set_debugging
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.processes import ProcessInfo, devices, topology
