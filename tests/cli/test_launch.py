@@ -233,9 +233,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert "engine='xla'" in refused(capsys, "--tpu", "train.py")
     assert "--env A: expected NAME=VALUE" in refused(capsys, "--env", "A", "train.py")
     assert "there is no such option" in refused(capsys, "--no_such_option", "train.py")
-
-
-def test_there_is_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--nproc_per_node abc: " in refused(capsys, "--nproc_per_node=abc", "train.py")
     assert main(["lunch"]) == 2
     assert "there is no command 'lunch'" in capsys.readouterr().err
 
@@ -359,10 +357,3 @@ def test_the_typed_port_or_a_free_one_is_taken_whatever_torchruns_default_is(
         else:
             assert (int(typed.master_port), typed.rdzv_endpoint) == (port, "")
         assert typed.master_addr == ("10.0.0.1" if words == in_file else "127.0.0.1")
-
-
-def test_a_wrong_number_of_ranks_is_one_line() -> None:
-    done = notebook_accel("launch", "--nproc_per_node", "abc", __file__, folder=ROOT)
-    assert done.returncode == 2
-    assert "--nproc_per_node abc: " in done.stderr
-    assert "Traceback" not in done.stderr

@@ -21,7 +21,7 @@ from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.views import Dashboard
 from notebook_accel.render import panel
 from tests.notebook.states import after, running, succeeded
-from tests.notebook.widgets import classes, field, inside, live_widgets, part
+from tests.notebook.widgets import field, inside, live_widgets, part
 from tests.waiting import eventually
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -137,27 +137,6 @@ def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
     assert live_widgets() == before
 
 
-@pytest.mark.parametrize("is_waited_for", [True, False])
-def test_a_cell_that_ends_at_once_is_one_line(page: Page, is_waited_for: bool) -> None:
-    run: Any = SimpleNamespace(id="calm-otter", state=running(2), config=None)
-    before = set(threading.enumerate())
-    view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
-    view.open(run)
-    if is_waited_for:
-        view.poll()
-        assert page.only["text/plain"].startswith("train: running")
-    # Another thread hears of the end: it must not be the first to show anything.
-    view.close(succeeded(run.state))
-    assert page.num_messages == 2 * is_waited_for
-    view.print_end()
-    assert "succeeded" in page.only["text/plain"]
-    assert len(page.placed) == 1
-    drawing = set(threading.enumerate()) - before
-    assert len(drawing) == is_waited_for
-    for thread in drawing:
-        thread.join(10)
-
-
 def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,28 +152,6 @@ def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(
     second.end()
     second.await_last_message()
     assert "succeeded" in page.only["text/html"]
-
-
-def test_the_summary_takes_the_place_of_a_panel_that_is_still_whole(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = Shown()
-    body = shown.part("na-body")
-    whole = shown.panel.box.children, body.value
-    seen: list[Any] = []
-
-    def update(bundle: dict[str, Any], **more: Any) -> None:
-        seen.append((shown.panel.box.children, body.value))
-        page.update(bundle, **more)
-
-    monkeypatch.setattr(display_slot, "update_display", update)
-    shown.end()
-    assert seen[0] == whole
-    # For pages that were reloaded, which know the widget only.
-    (summary,) = shown.panel.box.children
-    assert page.only["text/html"] in summary.value
-    # What the style sheet of a live panel says of one whose kernel is gone is not for summaries.
-    assert classes(shown.panel.box) == ["na-ended"]
 
 
 def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -> None:
@@ -282,33 +239,6 @@ def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatc
     for clock.now in (1000.0, 1000.3, 1004.5, 1004.8, 1005.0, 1006.5):
         kill.click()
     assert killed == [1006.5]
-
-
-STACKS = "".join(f"rank {rank}\nThread 0x7f{rank}a\n  in wait\n" for rank in range(3))
-
-
-def test_stacks_that_somebody_asked_for_are_in_the_summary(page: Page) -> None:
-    """Ranks that stand in the same place share one."""
-    shown = Shown(stacks=lambda: f"{STACKS}rank 3\nThread 0x1\n  in <module>\n")
-    is_drawn = threading.Event()
-    shown.part("na-note").observe(lambda _: is_drawn.set(), names="value")
-    button = shown.field("Stacks")
-    button.click()
-    assert is_drawn.wait(10)
-    shown.end()
-    shown.await_last_message()
-    html = page.only["text/html"]
-    (folded,) = re.findall("<details>.*?</details>", html)
-    for words in ("stacks after ", "ranks 0-2", "in wait", "rank 3", "in &lt;module&gt;"):
-        assert words in folded
-    assert folded.count("in wait") == 1
-    # A click that is answered after the end says nothing of the run.
-    before = set(threading.enumerate())
-    button.click()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-    shown.view.reopen(shown.run)
-    assert [bundle["text/html"] for bundle in page.shown.values()] == [html, html]
 
 
 def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from notebook_accel.launch.control.run_state import Hang
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.panel import (
     Details,
-    fold_of_stacks,
     render_alert,
     render_panel,
     render_title,
@@ -167,15 +166,6 @@ def test_a_rank_that_says_nothing_is_quiet() -> None:
     page = Tags(render_panel(state, NOW))
     assert "quiet 0:12" in page.text
     assert page.text.count("running") == 1
-
-
-def test_stacks_are_below_a_fold_and_cut() -> None:
-    stacks = [(f"rank {rank}", HOSTILE * 9_000) for rank in range(20)]
-    page = Tags(fold_of_stacks("stacks", stacks, is_open=True, max_bytes=20_000))
-    assert page.tags.count("pre") == 8
-    assert "… and 12 more" in page.text
-    assert len(page.text) < 20_000
-    assert "script" not in page.tags
 
 
 def test_nothing_from_a_rank_becomes_markup() -> None:

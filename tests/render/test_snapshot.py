@@ -301,14 +301,6 @@ def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics() -> None:
     assert text.endswith("m3 1, and 5 more in run.metrics")
 
 
-def test_a_page_takes_it_as_one_block_of_html_and_sees_no_mathematics() -> None:
-    state = after(running(1), wire.Output(rank=0, text="costs $5\n\nor $6\n"))
-    bundle = render_snapshot(state).bundle
-    assert "\n" not in bundle["text/html"]
-    assert "costs $5\n\nor $6" in Tags(bundle["text/html"]).text
-    assert "mathjax_ignore" in bundle["text/html"]
-
-
 HOSTILE_NAMES = [
     "big" * 400_000,
     "a\x1b[2J\nFAKE: 99",
