@@ -247,7 +247,6 @@ def _shown(value: object) -> str:
 
 # ---- the form by which a run is cloned ----------------------------------------------------
 
-
 _TOOLTIP = "Launch the same function again with other arguments or knobs"
 _GONE = "Clone: the run's handle, which has the function, is gone; launch again"
 _WARM = "Begin with this run's training as it is at its next common step, instead of anew"

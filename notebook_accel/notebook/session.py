@@ -525,7 +525,6 @@ def num_ranks(world_size: int) -> str:
 
 # ---- the one session of this kernel -------------------------------------------------------
 
-
 _OPTIONS = {"num_processes": "-n", "mixed_precision": "--mixed-precision"}
 
 _session: NotebookSession | None = None

@@ -126,7 +126,6 @@ def _is_inner(frame: FrameType) -> bool:
 
 # ---- %accelerate debug --------------------------------------------------------------------
 
-
 _HINT = (
     "`%accelerate debug` looks into its frames; the ranks wait for that until the next launch or "
     "`%accelerate stop`"

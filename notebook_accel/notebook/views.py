@@ -256,9 +256,6 @@ class Dashboard(OnDemand):
             self._displays.show_new(self._run.state)
 
 
-# ---- the views by their names -------------------------------------------------------------
-
-
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.
 
 
@@ -350,6 +347,9 @@ class CellDashboard(Dashboard):
 def _number_of_cell() -> int | None:
     number: int | None = getattr(get_ipython(), "execution_count", None)
     return number
+
+
+# ---- The views by their names.
 
 
 def dashboard_in(

@@ -79,7 +79,6 @@ def warm_kernel() -> None:
 
 # ---- what cells import --------------------------------------------------------------------
 
-
 # Names in a statement after which imports may find something else.
 _CHANGES_IMPORTS = {
     *("environ", "putenv", "unsetenv", "chdir", "path", "meta_path", "path_hooks", "modules"),

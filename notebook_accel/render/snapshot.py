@@ -470,7 +470,6 @@ def _output_text(state: RunState) -> list[str]:
 
 # ---- what ranks display -------------------------------------------------------------------
 
-
 # Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is
 # more than 3 MB in 3 seconds.
 _MAX_BYTES = 700_000

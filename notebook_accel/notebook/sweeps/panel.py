@@ -187,7 +187,6 @@ class SweepPanel:
 
 # ---- the table ----------------------------------------------------------------------------
 
-
 # Rows and columns of arguments that are shown; characters of a cell, and of an error.
 _MAX_ROWS = 200
 _MAX_NAMES = 8

@@ -183,7 +183,6 @@ def in_a_line(traceback: str, message: str) -> str:
 
 # ---- the folder of a sweep ----------------------------------------------------------------
 
-
 # The newest stay.
 _KEPT_SWEEPS = 50
 _POLL_SECONDS = 0.05
