@@ -76,15 +76,7 @@ def add_settings(parser: ArgumentParser) -> None:
         elif name not in PLUGINS:
             kind = {"action": "store_const", "const": "true"} if row.kind is bool else {}
             _add(probe, group, (name, row.yaml), help=_help(row), **kind)
-    for name, plugin in PLUGINS.items():
-        of_plugin = parser.add_argument_group(plugin.title, plugin.about)
-        switch = plugin.switch.lower().removeprefix("accelerate_")
-        _add(probe, of_plugin, (switch, f"use_{name}"), action="store_true", dest=f"use {name}")
-        for key, row in plugin.options.items():
-            names = (row.variable.lower().removeprefix("accelerate_"), row.yaml, key)
-            _add(probe, of_plugin, names, dest=f"{name} {row.yaml or key}", help=_help(row))
-        for key in (*plugin.read_by_ranks, *plugin.without_effect):
-            _add(probe, of_plugin, (key,), dest=f"{name} {key}", help=SUPPRESS)
+    _add_plugins(parser, probe)
     as_in = parser.add_argument_group("as in `accelerate launch`")
     for flag in (*_FLAGS, *_ACCEPTED_FLAGS):
         _add(probe, as_in, (flag,), action="store_true", dest=f"flag {flag}")
@@ -95,6 +87,18 @@ def add_settings(parser: ArgumentParser) -> None:
     _add(probe, as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
     for key in (*accelerate_yaml.WITHOUT_EFFECT, "main_training_function", "mpirun_hostfile"):
         _add(probe, as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
+
+
+def _add_plugins(parser: ArgumentParser, probe: ArgumentParser) -> None:
+    for name, plugin in PLUGINS.items():
+        of_plugin = parser.add_argument_group(plugin.title, plugin.about)
+        switch = plugin.switch.lower().removeprefix("accelerate_")
+        _add(probe, of_plugin, (switch, f"use_{name}"), action="store_true", dest=f"use {name}")
+        for key, row in plugin.options.items():
+            names = (row.variable.lower().removeprefix("accelerate_"), row.yaml, key)
+            _add(probe, of_plugin, names, dest=f"{name} {row.yaml or key}", help=_help(row))
+        for key in (*plugin.read_by_ranks, *plugin.without_effect):
+            _add(probe, of_plugin, (key,), dest=f"{name} {key}", help=SUPPRESS)
 
 
 def _add(probe: ArgumentParser, group: Any, names: Iterable[str], **options: Any) -> None:
