@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accel.launch.payload.names import look_at
-from notebook_accel.launch.text.used_names import OF_IPYTHON, is_history, names_of, parsed
+from notebook_accel.launch.text.used_names import OF_IPYTHON, is_history, names_in, parsed
 
 # From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000
@@ -108,13 +108,14 @@ class Ownership:
         uses what ``Net`` does, and ``rows = read(path)`` has no need of a newer ``path``.
         """
         for node in parsed(code).body:
-            names = names_of(ast.unparse(node))
+            names = names_in([node])
             used = names.used
             if not any(isinstance(part, _DEFINITIONS) for part in ast.walk(node)):
                 used &= self._uses.keys()
             # Of ``Net.forward = f`` the class.
             targets = getattr(node, "targets", [getattr(node, "target", None)])
-            owners = names_of("\n".join(ast.unparse(one) for one in targets if one)).used
+            parts = (part for target in targets if target for part in ast.walk(target))
+            owners = {part.id for part in parts if isinstance(part, ast.Name)}
             self._uses |= {name: self._uses.get(name, frozenset()) | used for name in owners}
             self._uses |= dict.fromkeys(names.assigned, used)
 

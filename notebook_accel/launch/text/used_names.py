@@ -59,9 +59,14 @@ class CellNames:
 
 def names_of(text: str) -> CellNames:
     """Return the names that a cell uses and assigns; no names for a text that is not Python."""
+    return names_in(parsed(text).body)
+
+
+def names_in(statements: Sequence[ast.stmt]) -> CellNames:
+    """Return the names that statements of a cell use and assign."""
     reader, certain = _Reader(), set[str]()
     try:
-        reader.block(ast.parse(text).body, certain)
+        reader.block(statements, certain)
     except _NO_PYTHON:
         return CellNames()
     return CellNames(
