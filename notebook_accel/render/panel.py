@@ -1,7 +1,7 @@
 """The live panel as HTML, except metrics and log: pure functions of the run's state.
 
 The panel is drawn five times a second, at which rate a page keeps up with messages of 20 KB
-(notebook/dashboard.py). So long texts are cut. Of more than 16 ranks, each has a small cell in one
+(notebook/views.py). So long texts are cut. Of more than 16 ranks, each has a small cell in one
 row (the heat row), the slowest first, and only the slowest few have a row of their own as well.
 """
 
