@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.private.of_debugpy import without_debugger
+from notebook_accel.private.of_libraries import without_debugger
 
 _PCI = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"

@@ -117,11 +117,11 @@ def test_private_names_of_libraries_are_in_their_room_alone(path: str) -> None:
 
 def test_every_name_has_a_check_and_they_are_few() -> None:
     used = {
-        (path.stem.removeprefix("of_"), name)
+        name
         for path in ROOM.glob("of_*.py")
         for name, _ in _used(ast.parse(path.read_text()), set())
     }
-    assert used == {(library, name) for library, name, _, _ in CHECKS}
+    assert used == {name for _, name, _, _ in CHECKS}
     assert len(used) <= MOST
 
 
@@ -351,9 +351,9 @@ def _kernel() -> type:
 # In a process of its own: a kernel's shell stays in the process that made it.
 _ASKS_FOR_THE_PARENT = """
 from ipykernel.ipkernel import IPythonKernel
-from notebook_accel.private import of_ipykernel
+from notebook_accel.private import of_libraries
 kernel = IPythonKernel()
-of_ipykernel.parent_variable(kernel).set({"header": {"session": "a"}})
+of_libraries.parent_variable(kernel).set({"header": {"session": "a"}})
 assert kernel.get_parent("shell")["header"]["session"] == "a"
 """
 

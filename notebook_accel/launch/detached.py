@@ -49,7 +49,7 @@ from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.view import GuardedView, View
-from notebook_accel.private.of_debugpy import without_debugger
+from notebook_accel.private.of_libraries import without_debugger
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.processes import import_path, is_readable, python_code
 

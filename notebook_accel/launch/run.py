@@ -35,7 +35,7 @@ from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.curves import number_steps, plot_together
 from notebook_accel.launch.control.results import Results, StoredResults
 from notebook_accel.launch.control.run_state import RESCUED, Failure, Progress, RunState
-from notebook_accel.launch.scripts.export import script_of
+from notebook_accel.launch.scripts import script_of
 from notebook_accel.rank.knobs import checked
 
 if TYPE_CHECKING:

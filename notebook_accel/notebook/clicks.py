@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.private import of_ipykernel
+from notebook_accel.private import of_libraries
 
 # ---- What pages ask on the main shell of a kernel (ipykernel 7) while a cell blocks that.
 #
@@ -92,10 +92,10 @@ class BlockedShell:
             await kernel.shell_channel_thread_main(message)
             return
         identities, request = _read(kernel, message)
-        of_ipykernel.publish_status(kernel, "busy", request)
+        of_libraries.publish_status(kernel, "busy", request)
         # What the kernel sends of a state is a reply to the request. The kernel's ``set_parent``
         # would also take the output of every thread that the user started.
-        parent: Any = of_ipykernel.parent_variable(kernel)
+        parent: Any = of_libraries.parent_variable(kernel)
         before = parent.set(request) if _asks_for_state(request["content"]) else None
         try:
             handler = kernel.shell_handlers[request["msg_type"]]
@@ -106,8 +106,8 @@ class BlockedShell:
         if isawaitable(answered):
             await answered
         # A page holds back what it would ask next until it heard that this was handled.
-        of_ipykernel.publish_status(kernel, "idle", request)
-        of_ipykernel.publish_status(kernel, "busy", self._cell)
+        of_libraries.publish_status(kernel, "idle", request)
+        of_libraries.publish_status(kernel, "busy", self._cell)
 
     def _is_to_answer(self, message: Any) -> bool:
         session = self._kernel.session
@@ -157,7 +157,7 @@ def blocked_shell_of(kernel: Any) -> BlockedShell | None:
         hasattr(kernel, "shell_channel_thread_main")
         and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
         and hasattr(getattr(kernel, "shell_channel_thread", None), "io_loop")
-        and of_ipykernel.parent_variable(kernel) is not None
+        and of_libraries.parent_variable(kernel) is not None
     )
     return BlockedShell(kernel) if has_parts else None
 
@@ -221,7 +221,7 @@ class ClicksBySubshell(ClicksAfterTheCell):
     def keep_order(self, widgets: Iterable[Any]) -> None:
         for widget in widgets:
             comm: Any = getattr(widget, "comm", None)
-            of_ipykernel.let_any_subshell_answer(comm)
+            of_libraries.let_any_subshell_answer(comm)
 
     def pump(self) -> None:
         if self._shell is not None:
@@ -276,8 +276,8 @@ class ClicksByPump(ClicksAfterTheCell):
             with contextlib.suppress(StopIteration):
                 answered.send(None)
         # A page holds back the next change of a widget until it heard that this one was handled.
-        of_ipykernel.publish_status(kernel, "idle", message)
-        of_ipykernel.publish_status(kernel, "busy", kernel.get_parent("shell"))
+        of_libraries.publish_status(kernel, "idle", message)
+        of_libraries.publish_status(kernel, "busy", kernel.get_parent("shell"))
 
 
 class ClicksInColab(ClicksByPump):

@@ -29,7 +29,7 @@ from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.scripts.cell_script import script_of_cells
+from notebook_accel.launch.scripts import script_of_cells
 from notebook_accel.launch.template.handle import imports_line
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import session, tracebacks

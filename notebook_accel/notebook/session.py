@@ -32,7 +32,7 @@ from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.run import Run, call_of, results_now
 from notebook_accel.launch.text import used_names, wording
 from notebook_accel.launch.view import View
-from notebook_accel.launch.worker.standard_input import BreakpointError
+from notebook_accel.launch.worker.streams import BreakpointError
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread

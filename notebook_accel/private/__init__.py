@@ -1,4 +1,4 @@
-"""The only place where private names of other libraries are used, one file for each library.
+"""The only place where private names of other libraries are used.
 
 The docstring of each function says which private name the function uses, and mostly what would fail
 without that name. A new release of a library may drop or change a private name without notice;

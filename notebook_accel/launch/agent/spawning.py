@@ -30,7 +30,7 @@ from notebook_accel import tpu, wire
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.agent.rank_process import RankProcess
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
-from notebook_accel.launch.worker.output import redirect
+from notebook_accel.launch.worker.streams import redirect
 from notebook_accel.launch.worker.threads import Host
 from notebook_accel.system.processes import is_readable
 

@@ -31,7 +31,7 @@ from notebook_accel.launch.engines.machines import (
     torchelastic_variables,
 )
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.private.of_debugpy import without_debugger
+from notebook_accel.private.of_libraries import without_debugger
 
 # A cluster that scales itself up needs minutes for a node.
 _PLACE_SECONDS = 300.0

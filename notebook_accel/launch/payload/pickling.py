@@ -29,7 +29,7 @@ from typing import Any, ClassVar, TypeVar
 import cloudpickle
 
 from notebook_accel.launch.payload import cells
-from notebook_accel.private import of_torch, of_transformers
+from notebook_accel.private import of_libraries, of_torch
 
 # ---- values that could be pickled, and would be useless or wrong in another process --------
 
@@ -479,7 +479,7 @@ _OF_ITS_PROCESS: dict[str, Callable[[Any], Any]] = {
     "accelerate.state.PartialState": lambda _: (later_state, ()),
     "transformers.training_args.TrainingArguments": lambda arguments: (
         *arguments.__reduce_ex__(5)[:5],
-        of_transformers.restore_arguments,
+        of_libraries.restore_arguments,
     ),
 }
 

@@ -46,7 +46,7 @@ from notebook_accel.config.checks import parse_flag
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.template.prepared import ITS_THREADS
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.private.of_debugpy import without_debugger
+from notebook_accel.private.of_libraries import without_debugger
 from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.limits import naming_what_is_short

@@ -54,9 +54,8 @@ from notebook_accel.launch.worker import (
     flight_recorder,
     groups,
     library_metrics,
-    output,
     spawned,
-    standard_input,
+    streams,
     torch_fixes,
 )
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
@@ -146,8 +145,7 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
     # Forget the exit functions that came along by fork: only those registered here are called.
     of_python.forget_exit_functions()
     worker = Worker(inherited, interrupts)
-    output.redirect(inherited.log, on_lost=worker.report_lost_output)
-    standard_input.install()
+    streams.redirect(inherited.log, on_lost=worker.report_lost_output)
     # A crash in native code, such as SIGSEGV, writes where it was called.
     faulthandler.enable(file=inherited.stacks, all_threads=False)
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
@@ -380,7 +378,7 @@ class Worker:
             return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
 
     def _enter_call(self, message: wire.BeginCall) -> None:
-        output.reopen_streams(self.report_lost_output)
+        streams.reopen_streams(self.report_lost_output)
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._drop_group()
@@ -442,7 +440,7 @@ def replace_libraries() -> None:
     bars.install()
     displays.install()
     library_metrics.install()
-    output.report_warnings()
+    streams.report_warnings()
     spawned.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
 

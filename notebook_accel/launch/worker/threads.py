@@ -25,7 +25,7 @@ from typing import Any
 from notebook_accel import wire
 from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.worker import exiting, output, standard_input
+from notebook_accel.launch.worker import exiting, streams
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
 from notebook_accel.launch.worker.main import (
     STACKS_SIGNAL,
@@ -83,12 +83,11 @@ class Host:
         # Once more after the fork, which has seeded Python's random numbers anew.
         enter_notebook(first.launch)
         name_rank(first)
-        output.redirect(first.log, on_lost=lambda _: None)
+        streams.redirect(first.log, on_lost=lambda _: None)
         for name in ("stdout", "stderr"):
             stream = _RankStream(getattr(sys, name))
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        standard_input.install()
         replace_libraries()
         faulthandler.enable(file=first.stacks, all_threads=False)
         faulthandler.register(STACKS_SIGNAL, file=first.stacks, all_threads=True, chain=False)

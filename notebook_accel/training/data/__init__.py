@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.private import of_datasets
+from notebook_accel.private import of_libraries
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data import samplers
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
@@ -114,7 +114,7 @@ def _is_dispatched(
     loader: DataLoader[Any], config: DataLoaderConfiguration, device: torch.device | None
 ) -> bool:
     if config.dispatch_batches is None:
-        is_split = of_datasets.is_split_by_node(loader.dataset)
+        is_split = of_libraries.is_split_by_node(loader.dataset)
         return isinstance(loader.dataset, IterableDataset) and device is not None and not is_split
     if config.dispatch_batches and device is None:
         raise ConfigError(
@@ -234,7 +234,7 @@ def _share_iterable(
 ) -> LoaderOptions:
     dataset: Any = draft.dataset
     num_processes, index = options.data_group.size, options.data_group.index
-    if of_datasets.is_split_by_node(dataset):
+    if of_libraries.is_split_by_node(dataset):
         notice_once(
             "split_dataset_by_node",
             "prepare leaves a stream that split_dataset_by_node has split as it is; unsplit, "

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.private import of_torchdata
+from notebook_accel.private import of_libraries
 from notebook_accel.training.data.samplers import SkipBatchSampler
 from notebook_accel.training.settings.handlers import as_steps
 
@@ -127,7 +127,7 @@ class SkipDataLoader(LoaderWrapper):
     def __iter__(self) -> Any:
         reader = iter(self.base_dataloader)
         # One of torchdata's that goes on from a state has read some batches already.
-        num_read = of_torchdata.num_read(reader)
+        num_read = of_libraries.num_read(reader)
         return itertools.islice(reader, max(0, self.skip_batches - num_read), None)
 
     def __len__(self) -> int:

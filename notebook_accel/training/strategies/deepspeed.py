@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.private import of_deepspeed
+from notebook_accel.private import of_libraries
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.files import Format, Piece
@@ -259,7 +259,7 @@ class DeepSpeedZero(Strategy):
                 weight, value = own[name], state[name].to(self.topology.device)
                 with GatheredParameters([weight], modifier_rank=0):
                     weight.copy_(value)
-                if of_deepspeed.has_stepped_copy(weight):
+                if of_libraries.has_stepped_copy(weight):
                     safe_set_full_fp32_param(weight, value.float())
 
     @property
@@ -324,7 +324,7 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
     if known.get(_GROUP) not in (None, dist.group.WORLD):
         # Let it meet in the group that there is now: the one that it knows is gone.
         library.comm.comm.cdb = None
-        of_deepspeed.forget_groups(library)
+        of_libraries.forget_deepspeed_groups(library)
     known[_GROUP] = dist.group.WORLD
     # Not by MPI, which DeepSpeed asks where variables of its own launcher are not set.
     library.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -379,7 +379,7 @@ def _whole(value: Any) -> Any:
         return value
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if of_deepspeed.has_stepped_copy(value):
+    if of_libraries.has_stepped_copy(value):
         return safe_get_full_fp32_param(value).detach().cpu()
     with GatheredParameters([value]):
         return value.detach().cpu().clone()

@@ -108,7 +108,7 @@ def test_a_file_that_was_cut_short_is_read_from_its_start(growing: Growing) -> N
 
 _PRINTS = """
 import ctypes, logging, os, subprocess, sys, warnings
-from notebook_accel.launch.worker.output import redirect
+from notebook_accel.launch.worker.streams import redirect
 redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND), on_lost=lambda _: None)
 print("python")
 print("no newline ", end="", flush=True)

@@ -16,7 +16,7 @@ import torch
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload.packets import pack
-from notebook_accel.private import of_transformers
+from notebook_accel.private import of_libraries
 from tests.launch.payload.clean_ranks import Notebook, Raised, opened
 
 # ---- out by value --------------------------------------------------------------------------
@@ -708,7 +708,7 @@ def test_training_arguments_have_the_device_of_the_rank(
     asked = {"seed": 3, "ddp_backend": "gloo", "ddp_timeout": 77, "distributed_state": later}
     # What the notebook found, which has other devices maybe.
     found = {"_setup_devices": torch.device("cuda:0" if num_gpus else "cpu"), "_n_gpu": 2}
-    of_transformers.restore_arguments(arguments, {**asked, **found})
+    of_libraries.restore_arguments(arguments, {**asked, **found})
     expected = {**asked, "_setup_devices": torch.device(device), "_n_gpu": num_gpus}
     assert vars(arguments) == expected
     timeout = timedelta(seconds=77)

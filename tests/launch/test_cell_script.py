@@ -6,7 +6,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.scripts.cell_script import script_of_cells
+from notebook_accel.launch.scripts import script_of_cells
 
 
 def script(*cells: str, **changes: Any) -> str:

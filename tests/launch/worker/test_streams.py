@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accel.launch.worker.output import redirect
+from notebook_accel.launch.worker.streams import redirect
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "limited"])
@@ -38,7 +38,7 @@ def test_a_disk_that_takes_no_more_is_told_once_and_no_print_raises(
 
 PRINTS = r"""
 import os, sys
-from notebook_accel.launch.worker.output import redirect
+from notebook_accel.launch.worker.streams import redirect
 
 redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), on_lost=print)
 print("\u2713")

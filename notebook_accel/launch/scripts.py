@@ -1,7 +1,7 @@
-"""Write a run's function as a script that torchrun starts.
+"""Write a run's function, or the cells of a ``%%accelerate`` session, as a script for torchrun.
 
-The script has those statements of the notebook's cells, in their order, that made what the function
-uses, and then the call of the function::
+The script of a function has those statements of the notebook's cells, in their order, that made
+what the function uses, and then the call of the function::
 
     def train(size): ...      the function          -> used: torch, images
     images = images / 16      what made its globals -> kept, and what made `images` before
@@ -10,6 +10,14 @@ uses, and then the call of the function::
     best = run[0]             what uses a launch    -> best = torch.load("best.pt")
 
 It never has data. What no statement can make again is loaded by a line that says so.
+
+The script of a session has such statements for what its cells use of the notebook, and the cells::
+
+    In[1]  import torch                    the script imports torch: In[4] uses it
+    In[4]  %%accelerate                    each cell that all ranks have run to its end
+           model = torch.nn.Linear(2, 1)
+    In[5]  %%accelerate --write train.py
+           model(torch.ones(2))            the cell itself, last
 """
 
 from __future__ import annotations
@@ -26,9 +34,16 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from notebook_accel.errors import NotebookAccelError
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.text.used_names import is_history, names_of, parsed
+from notebook_accel.launch.text.used_names import (
+    OF_IPYTHON,
+    PROVIDED,
+    is_history,
+    names_of,
+    parsed,
+    without_watcher,
+)
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
@@ -39,6 +54,17 @@ _IMPORTS = (ast.Import, ast.ImportFrom)
 _COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.Try, ast.With, ast.AsyncWith)
 # What changes an object in place, or random generators, by the names of the field.
 _CHANGES = re.compile(r".*_|shuffle|.*seed.*")
+# Magics that run the code beside them.
+_RUNNERS = ("prun", "run", "time", "timeit")
+# Names of a session that its ranks have from the start.
+_MADE_BY = {
+    "rank": "rank = accelerator.process_index",
+    "world_size": "world_size = accelerator.num_processes",
+    "device": "device = accelerator.device",
+}
+
+
+# ---- of a function -------------------------------------------------------------------------
 
 
 def script_of(
@@ -67,13 +93,13 @@ def script_of(
         is_name = key.isidentifier() and not keyword.iskeyword(key)
         given.append(f"{key}={text}" if is_name else f"**{{{key!r}: {text}}}")
     call = f"{called}({', '.join(given)})"
-    lines = lines_for(names_of(call).used, texts, known)
+    lines = _lines_for(names_of(call).used, texts, known)
     body = f'{lines}\n\nif __name__ == "__main__":\n    {call}'
     what = getattr(function, "__name__", "function")
-    return script_text(body, what=what, world_size=world_size, file=file)
+    return _script_text(body, what=what, world_size=world_size, file=file)
 
 
-def script_text(body: str, *, what: str, world_size: int, file: str) -> str:
+def _script_text(body: str, *, what: str, world_size: int, file: str) -> str:
     """Return a whole script: a docstring that says how to run it, and ``body``."""
     run_it = f"Run it with: torchrun --nproc_per_node={world_size} {file}"
     return f'"""{what}, exported from a notebook.\n\n{run_it}\n"""\n\n' + body.strip("\n") + "\n"
@@ -101,7 +127,7 @@ class _Statement:
         self.is_made = True
 
 
-def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, Any]) -> str:
+def _lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, Any]) -> str:
     """Return the statements of cells that make global variables, and what these need in turn."""
     statements = _statements(cells, known)
     needed = _with_readers(names, statements)
@@ -124,10 +150,7 @@ def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, 
     if any(" = torch.load(" in line for line in first):
         first.insert(0, "import torch")
     rest = (text for text in reversed(kept) if text not in first)
-    return _spaced([*dict.fromkeys(first), *rest])
-
-
-def _spaced(lines: Sequence[str]) -> str:
+    lines = [*dict.fromkeys(first), *rest]
     kinds = []
     for line in lines:
         node = ast.parse(line).body[0]
@@ -271,3 +294,102 @@ def _is_literal(value: Any) -> bool:
         return 0 < len(text) <= _MAX_LITERAL and bool(ast.literal_eval(text) == value)
     except Exception:  # of objects in it, or not a number
         return False
+
+
+# ---- of a session --------------------------------------------------------------------------
+
+
+def script_of_cells(
+    cells: Mapping[int, str],
+    *,
+    namespace: Mapping[str, Any],
+    sources: Sequence[str],
+    transform: Callable[[str], str],
+    world_size: int,
+    mixed_precision: str | None,
+    file: str,
+) -> str:
+    """Return the text of a script that does what the cells do, one after the other.
+
+    Args:
+        cells: by execution number; the highest is the cell with ``--write``.
+        sources: the notebook's own cells, newest first, for functions and classes.
+        transform: turns IPython's syntax into Python.
+
+    Raises:
+        ConfigError: a cell has code that a script cannot have.
+        NotebookAccelError: a function or class that is needed was not defined in a cell.
+    """
+    texts = {number: _plain(number, cells[number], transform) for number in sorted(cells)}
+    last = max(texts)
+    texts[last] = _shown_at_the_end(texts[last])
+    assigned: set[str] = set()
+    provided: set[str] = set()
+    needed: set[str] = set()
+    for text in texts.values():
+        names = names_of(text)
+        used = names.used - assigned
+        provided |= used & {"display", *PROVIDED}
+        needed |= {name for name in used & namespace.keys() if not is_history(name)}
+        assigned |= names.assigned
+    needed -= {"display", *PROVIDED, *OF_IPYTHON}
+    given = [line for name, line in _MADE_BY.items() if name in provided]
+    if given or "accelerator" in provided:
+        of_plan = f"mixed_precision={mixed_precision!r}" if mixed_precision else ""
+        head = "from notebook_accel import Accelerator\n"
+        given = [head, f"accelerator = Accelerator({of_plan})", *given]
+    if "display" in provided:
+        given.insert(0, "from IPython.display import display\n")
+    blocks = [_lines_for(needed, sources, namespace), "\n".join([*given, ""])]
+    blocks += [f"# ---- In[{number}]\n{text.strip()}\n" for number, text in texts.items()]
+    body = "\n".join(block for block in blocks if block.strip())
+    text = _script_text(body, what=f"In[{last}]", world_size=world_size, file=file)
+    try:
+        compile(text, file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = text.splitlines()[(error.lineno or 1) - 1].strip()
+        raise ConfigError(
+            f"--write {file}: {error.msg}, at `{line}`: a cell can have what a script cannot; put "
+            "it into a function, or into a plain cell of the notebook"
+        ) from None
+    return text
+
+
+def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
+    """Drop magics and future imports; ConfigError for a magic that runs code or gives a value."""
+    text = without_watcher(text)
+    code = transform(text)
+    try:
+        body = ast.parse(code).body
+    except SyntaxError:
+        return text  # the whole script is compiled, and says what is wrong
+    lines = code.split("\n")
+    for node in body:
+        is_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        magic = ast.unparse(node) if "get_ipython()." in ast.unparse(node) else ""
+        if not magic and not is_future:
+            continue
+        if any(f"run_line_magic('{name}'" in magic for name in _RUNNERS) or "=" in magic[:20]:
+            raise ConfigError(
+                f"--write: In[{number}] has a line of IPython that a script cannot have: "
+                f"`{text.splitlines()[node.lineno - 1].strip()}`; write it in plain Python"
+            )
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        lines[first:last] = [""] * (last - first)
+        if magic:
+            lines[first] = f"# left out: {text.splitlines()[first].strip()}"
+    return "\n".join(lines)
+
+
+def _shown_at_the_end(text: str) -> str:
+    """Return a cell's source with its last expression put into ``print(...)``."""
+    body = ast.parse(text).body
+    last = body[-1] if body else None
+    if not isinstance(last, ast.Expr) or last.col_offset or text.rstrip().endswith(";"):
+        return text
+    if isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in ("print", "display"):
+        return text
+    before = text.split("\n")[: last.lineno - 1]
+    is_tuple = isinstance(last.value, ast.Tuple)  # maybe without brackets
+    value = ast.unparse(last.value) if is_tuple else ast.get_source_segment(text, last.value)
+    return "\n".join([*before, f"print({value})"])

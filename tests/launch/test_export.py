@@ -14,7 +14,7 @@ import torch
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.scripts.export import script_of
+from notebook_accel.launch.scripts import script_of
 
 _README = Path(__file__).parents[3] / "README.md"
 
