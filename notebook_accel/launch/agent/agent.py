@@ -26,6 +26,7 @@ import math
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -40,15 +41,19 @@ from notebook_accel import wire
 from notebook_accel.actions.acting import Acting
 from notebook_accel.actions.ending import STAGES, Ending, Stage
 from notebook_accel.actions.scoreboard import STOP, Scoreboard
-from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
+from notebook_accel.private import of_torch
 from notebook_accel.system import limits, processes, scratch
 from notebook_accel.system.limits import free_memory
 
+_LOOPBACK = "127.0.0.1"
+# A connection that closes is mostly the first sign of a process that ends. One that still lives
+# after this time has closed it itself.
+_CLOSED_SECONDS = 1.0
 # How long the last messages wait for a kernel that does not read.
 _FLUSH_SECONDS = 1200.0
 # How late the end of a grace period is noticed; messages and ends of processes wake it at once.
@@ -86,6 +91,25 @@ def start_ranks(ranks: Iterable[RankProcess], unneeded: Sequence[int]) -> list[R
         rank.follow(process)
         forked.append(rank)
     return forked
+
+
+def _reserve(port: int, *, host: str = _LOOPBACK, is_shared: bool = False) -> socket.socket:
+    """Return a socket bound to a port of this machine, for a store of rank 0 to listen on.
+
+    Rank 0 gets this very socket. If the port were only agreed on and rank 0 bound it later, with
+    SO_REUSEADDR, another user could bind it too, listen first, and get the other ranks'
+    connections.
+    """
+    bound = socket.socket()
+    if port or is_shared:
+        # Connections of the run before may linger on a port that the user chose, and only
+        # SO_REUSEADDR gets past them.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((host, port))
+    if port and not is_shared:
+        # Of sockets with SO_REUSEADDR only one that listens keeps the others out.
+        bound.listen(socket.SOMAXCONN)
+    return bound
 
 
 # The modules whose ``start_ranks`` starts rank processes, by ``wire.Launch.start_method``.
@@ -128,7 +152,15 @@ class Agent:
         self.ended: list[RankProcess] = []
         self.reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
-        self._ports = RunPorts(launch)
+        # A rank alone has nobody to meet, and leaves MASTER_PORT to its children; and stores that
+        # are torch's own bind it themselves.
+        self._shares_port = launch.world_size == 1 or not of_torch.is_to_replace(launch.environment)
+        # Bound before the ranks begin: MASTER_PORT, by the agent of rank 0, which serves the store
+        # there; and a port for the run's own groups, if all ranks are on this machine.
+        self._master: socket.socket | None = None
+        if self._has_rank_0:
+            self._reserve_master(int(launch.environment.get("MASTER_PORT", "0")))
+        self._store = None if self._has_others else _reserve(0)
         self._group_generation = 0
         self._is_shutting_down = False
         # A call and what came after it, until the agent of rank 0 has named the port of its ranks.
@@ -152,17 +184,36 @@ class Agent:
 
     def start(self) -> None:
         launch = self._launch
-        made_of = launch, self._board, self._log_dir, self._ports
         own = [self._channel.fileno(), self._kernel, self._selector.fileno()]
-        if self._ports.master is not None:
-            own.append(self._ports.master.fileno())
+        if self._master is not None:
+            own.append(self._master.fileno())
+        made_of = launch, self._board, self._log_dir, self._store
         ranks = (RankProcess(one, *made_of) for one in launch.ranks)
         self.ranks = import_module(_START_METHODS[launch.start_method]).start_ranks(ranks, own)
+        self._hand_over_master()
         if isinstance(self._channel, FramedChannel):
             for rank in self.ranks:
                 self._streams[rank.rank] = stream = self._channel.follow(rank.tail.fileno())
                 self._post(wire.LogOpened, rank=rank.rank, stream=stream)
         self._post_pids()
+
+    def _reserve_master(self, port: int) -> None:
+        """Bind MASTER_PORT; with port 0 it is another one than before.
+
+        The agents of other ranks learn its number with each call.
+        """
+        # Other machines have to reach it, by whatever name MASTER_ADDR has for it.
+        address = self._launch.environment.get("MASTER_ADDR", _LOOPBACK)
+        host = address if self._has_others else _LOOPBACK
+        # The old one is let go of afterwards.
+        old, self._master = self._master, _reserve(port, host=host, is_shared=self._shares_port)
+        if old is not None:
+            old.close()
+
+    def _hand_over_master(self) -> None:
+        """Send the socket of MASTER_PORT to rank 0, unless rank 0 is to bind the port itself."""
+        if self._master is not None and not self._shares_port:
+            self.ranks[0].send(wire.MasterSocket(), [self._master.fileno()])
 
     def _post_pids(self) -> None:
         self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self.ranks})
@@ -220,7 +271,8 @@ class Agent:
                 for message in rank.observe(now):
                     self._channel.post(message)
                 rank.wake_if_unseen(now)
-                if rank.is_broken(now) and not rank.ended_by_agent:
+                is_closed = rank.closed_at is not None and now >= rank.closed_at + _CLOSED_SECONDS
+                if is_closed and not rank.ended_by_agent:
                     self._report_broken(rank)
                     rank.send_signal(signal.SIGKILL)
         if now >= self._next_metrics and self._metrics:
@@ -239,7 +291,9 @@ class Agent:
             stuck=self._are_stuck(now, since=self._stopping_since),
             hears=any(rank.clock.hears for rank in self._going_on()),
             leaving=all(map(self._is_reached, ranks)),
-            all_settle=all(rank.has_started and not rank.is_dying for rank in self._in_call()),
+            # The connections of a killed process close before it can be reaped, and other ranks may
+            # fail because of that: no other rank is blamed before it has ended.
+            all_settle=all(rank.has_started and rank.closed_at is None for rank in self._in_call()),
         )
         if stage is not None:
             self._enter_stage(stage)
@@ -347,7 +401,7 @@ class Agent:
         elif isinstance(message, wire.GoOn):
             self._acting.go_on()
         elif isinstance(message, wire.RankFailed):
-            self._begin_settle_window()
+            self._ending = self._ending.failed(now=now)
         elif isinstance(message, wire.CallEnded):
             self._board.note_others_ended()
         elif type(message) in STAGES:
@@ -371,7 +425,10 @@ class Agent:
     def _begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
-            self._ports.renew_master()
+            if self._master is not None:
+                # The ranks drop their group: rank 0 may still listen here for the old one's store.
+                self._reserve_master(0)
+                self._hand_over_master()
         self._post_metrics()  # which are of the call before
         self._call = message.call
         self._is_shutting_down = self._is_shutting_down or message.last
@@ -379,13 +436,11 @@ class Agent:
         self._interrupted_at = None
         self._board.reset()
         self._acting = Acting(self._board, self._post_of_call)
-        port = message.master_port or self._ports.master_number
+        bound = self._master
+        port = message.master_port or (0 if bound is None else int(bound.getsockname()[1]))
         if self._has_others and self._has_rank_0:
             self._post(wire.PortReserved, call=self._call, port=port)
         for rank in self.ranks:
-            bound = self._ports.master_for_rank_0() if rank.rank == 0 else None
-            if bound is not None:
-                rank.send(wire.MasterSocket(), [bound.fileno()])
             rank.begin_call(msgspec.structs.replace(message, master_port=port), fds)
         if not all(rank.alive for rank in self.ranks):
             self._rank_failed()
@@ -486,7 +541,8 @@ class Agent:
         # The kernel may take the call for ended with the next message: all that was logged and
         # printed comes before.
         self._post_metrics()
-        for news in rank.end_call(has_returned=isinstance(message, wire.Returned)):
+        rank.is_in_call, rank.has_returned = False, isinstance(message, wire.Returned)
+        for news in rank.last_news():
             self._channel.post(news)
         if not isinstance(message, wire.Raised):
             return message
@@ -510,18 +566,14 @@ class Agent:
         self._post_pids()
 
     def _rank_failed(self) -> None:
-        """Begin to end the call on the other ranks, since a rank of this agent failed."""
-        self._begin_settle_window()
-        if self._has_others:
-            self._post(wire.RankFailed, call=self._call)
+        """Begin to end the call on the other ranks, since a rank of this agent failed.
 
-    def _begin_settle_window(self) -> None:
-        """Begin the settle window: a short time after a rank failed, before the others are ended.
-
-        A rank that fails by itself in this time gets its own error reported (``ending.py``). Does
-        nothing if a rank failed before, or the ranks were interrupted.
+        First comes the settle window: a rank that fails by itself in this time gets its own error
+        reported (``ending.py``).
         """
         self._ending = self._ending.failed(now=time.monotonic())
+        if self._has_others:
+            self._post(wire.RankFailed, call=self._call)
 
     def _is_after_interrupt(self, when: float) -> bool:
         """Return whether the agent had begun to interrupt or end this call's ranks by ``when``."""
@@ -549,14 +601,16 @@ class Agent:
         self.reaped += processes.kill_descendants(keep=alive)
         if not alive:
             # Before the kernel hears of it: the next launch may want the same port.
-            self._ports.close()
+            for bound in filter(None, (self._master, self._store)):
+                bound.close()
+            self._master = None
         for rank, was_in_call, exitcode in exits:
             self._tell_end(rank, was_in_call=was_in_call, exitcode=exitcode)
 
     def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
         """Report the end of a reaped rank to the kernel; if it is a failure, end the call."""
         self._post_metrics()
-        for message in rank.last_messages():
+        for message in rank.last_news():
             self._channel.post(message)
         if isinstance(self._channel, FramedChannel):
             self._channel.end(self._streams[rank.rank])

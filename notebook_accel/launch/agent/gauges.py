@@ -68,14 +68,9 @@ def _is_in_container() -> bool:
 class Gauges:
     """CPU, memory and device use of one process, read at most once a second.
 
-    Each number is None while it is unknown.
-
     Attributes:
-        memory: resident memory of the process, in bytes.
-        cpu: mean CPU use of the process since the previous reading, in percent of one core.
-        device_memory: bytes of device memory that the process holds, by NVML.
-        device_use: percent of the time in which the device computed, for any process.
-        device: name of the device, shown to the user; "" while unknown.
+        measured: what is known by now, by field of ``wire.Usage``; memory of the device is that of
+            the process, by NVML.
         nvidia: CUDA's name of the NVIDIA device to read (an index or UUID); None for no device, or
             once NVML has failed.
     """
@@ -84,12 +79,8 @@ class Gauges:
         self, pid: int, *, nvidia: str | None = None, is_pci_order: bool = False, name: str = ""
     ) -> None:
         """Set up the gauges; the first values come with :meth:`read`."""
-        self.device = name
-        self.memory: int | None = None
-        self.cpu: int | None = None
-        self.device_memory: int | None = None
-        self.device_use: int | None = None
-        self.is_suspended = False
+        # Two threads add to it.
+        self.measured: dict[str, Any] = {"device": name}
         self._pid = pid
         self.nvidia = nvidia
         self._is_pci_order = is_pci_order
@@ -125,11 +116,12 @@ class Gauges:
     def _read_process(self) -> None:
         process, self._process = self._process, self._process or psutil.Process(self._pid)
         with self._process.oneshot():
-            self.memory = self._process.memory_info().rss or self.memory
-            self.is_suspended = self._process.status() in _SUSPENDED
+            if memory := self._process.memory_info().rss:
+                self.measured["memory"] = memory
+            self.measured["is_suspended"] = self._process.status() in _SUSPENDED
             cpu = self._process.cpu_percent()
         if process is not None:  # the first reading is of no time
-            self.cpu = round(cpu)
+            self.measured["cpu"] = round(cpu)
 
     def _read_device(self, nvidia: str) -> None:
         nvml = _nvml()
@@ -140,20 +132,21 @@ class Gauges:
             if self._handle is None:
                 self._handle = self._find_device(nvml, nvidia)
                 name = nvml.nvmlDeviceGetName(self._handle)
-                self.device = name.decode() if isinstance(name, bytes) else name
+                self.measured["device"] = name.decode() if isinstance(name, bytes) else name
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
             if not _is_in_container():
                 processes = [one for one in processes if one.pid == self._pid]
             # In a container, NVML has the host's pids: a single process is taken for this one.
             found = [one.usedGpuMemory for one in processes]
-            self.device_memory = (found[0] or None) if len(found) == 1 else None
+            self.measured["device_memory"] = (found[0] or None) if len(found) == 1 else None
         except Exception:  # an old driver: what it cannot say stays unknown
-            self.nvidia = self.device_use = self.device_memory = None
+            self.nvidia = None
+            self.measured.update(device_use=None, device_memory=None)
             return
-        try:
-            self.device_use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-        except Exception:  # it is not known of a part of a device (MIG)
-            self.device_use = None
+        use = None
+        with contextlib.suppress(Exception):  # it is not known of a part of a device (MIG)
+            use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        self.measured["device_use"] = use
 
     def _find_device(self, nvml: Any, nvidia: str) -> Any:
         if not nvidia.isdigit():

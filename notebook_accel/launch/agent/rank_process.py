@@ -16,7 +16,6 @@ from notebook_accel.actions.ending import StepClock
 from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
-from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
@@ -35,9 +34,6 @@ _STACKS_SECONDS = 5.0
 # A rank's own thread that has not written them by then waits for the GIL, which native code holds.
 _GIL_SECONDS = 2.0
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-# A connection that closes is mostly the first sign of a process that ends. One that still lives
-# after this time has closed it itself.
-_CLOSED_SECONDS = 1.0
 
 # What a rank did to its connection, as the rest of a sentence about it.
 BROKEN = (
@@ -65,7 +61,7 @@ class RankProcess:
         launch: wire.Launch,
         board: Scoreboard,
         log_dir: Path,
-        ports: RunPorts,
+        store: socket.socket | None,
     ) -> None:
         """Open what the agent shares with the rank, whose process then starts."""
         ours, theirs = socket.socketpair()
@@ -77,7 +73,7 @@ class RankProcess:
             agent_pid=os.getpid(),
             launch=launch,
             spec=spec,
-            store_socket=ports.store,
+            store_socket=store,
             channel=Channel(theirs),
             board=board,
             log=open_log(log_dir, spec.rank),
@@ -157,11 +153,6 @@ class RankProcess:
             self.clock = StepClock(time.monotonic())
             self.send(message, fds)
 
-    def end_call(self, *, has_returned: bool) -> Iterator[wire.Message]:
-        """Record the end of the rank's call; yield its remaining output and last counters."""
-        self.is_in_call, self.has_returned = False, has_returned
-        return self._last_news()
-
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Send a message to the rank without blocking; do nothing if the channel is closed.
 
@@ -175,26 +166,6 @@ class RankProcess:
         # A rank that is stopped, or has closed its end, must not hold up the others.
         with contextlib.suppress(OSError):
             self.channel.flush(block=False)
-
-    # ---- its connection --------------------------------------------------------------------
-
-    @property
-    def is_dying(self) -> bool:
-        """Whether the rank's connection is closed while its process was not reaped yet.
-
-        The connections of a killed process close before it can be reaped, and other ranks may fail
-        because of that. So the agent waits until this process has ended before it blames another
-        rank.
-        """
-        return self.closed_at is not None and self.alive
-
-    def is_broken(self, now: float) -> bool:
-        """Whether the connection is lost for good, for a rank whose process still lives.
-
-        A closed connection counts as lost only after a second, since it mostly means that the
-        process is ending.
-        """
-        return self.closed_at is not None and now >= self.closed_at + _CLOSED_SECONDS
 
     # ---- look ------------------------------------------------------------------------------
 
@@ -211,15 +182,12 @@ class RankProcess:
         if self._stacks_asked is not None:
             yield from self._new_stacks(now)
 
-    def last_messages(self) -> Iterator[wire.Message]:
-        """Yield the last messages about a rank whose process has ended: output and counters."""
-        yield from self._last_news()
-        if self._stacks_asked is not None:
-            yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
-
-    def _last_news(self) -> Iterator[wire.Message]:
+    def last_news(self) -> Iterator[wire.Message]:
+        """Yield the rest of what the rank printed, and its counters, after a call or its end."""
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
+        if not self.alive and self._stacks_asked is not None:
+            yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
 
     def _new_output(self, *, final: bool = False) -> Iterator[wire.Message]:
         try:
@@ -239,21 +207,17 @@ class RankProcess:
     def _new_sample(self, now: float) -> Iterator[wire.Message]:
         if self.alive:
             self._gauges.read(now)
-        row, gauges = self.row, self._gauges
+        row, measured = self.row, self._gauges.measured.copy()
+        measured["device_memory"] = row.device_memory or measured.get("device_memory")
         usage = wire.Usage(
+            **measured,
             batches=row.batches,
             total_batches=row.total_batches or None,
             pass_start=row.pass_start,
             steps=row.steps,
-            memory=gauges.memory,
-            device_memory=row.device_memory or gauges.device_memory,
             device_peak=row.device_peak or None,
             device_limit=row.device_limit or None,
             step_times=wire.StepTimes(*row.step_times),
-            cpu=gauges.cpu,
-            device_use=gauges.device_use,
-            is_suspended=gauges.is_suspended,
-            device=gauges.device,
         )
         if usage != self._usage:
             self._usage = usage

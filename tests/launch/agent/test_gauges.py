@@ -42,8 +42,8 @@ def test_a_device_that_may_be_another_one_is_not_shown(
     monkeypatch.setattr(gauges, "_nvml", lambda: nvml_of(machine))
     one = Gauges(os.getpid(), nvidia=called, is_pci_order=is_pci_order)
     read(one)
-    assert one.device == shown
-    assert one.device_use == (41 if shown else None)
+    assert one.measured.get("device") == shown
+    assert one.measured.get("device_use") == (41 if shown else None)
 
 
 def nvml_of(machine: list[str], **more: Any) -> Any:
@@ -81,11 +81,11 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
     one.read(1.0)
     one.read(3.0)
     assert time.monotonic() - began < 5
-    assert one.memory
-    assert one.device == ""
+    assert one.measured.get("memory")
+    assert one.measured.get("device") == ""
     answer.set()
     read(one)
-    assert one.device == "A100"
+    assert one.measured.get("device") == "A100"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,11 @@ def test_memory_in_containers_and_on_parts_of_devices(
     monkeypatch.setattr(gauges, "_is_in_container", lambda: is_inside)
     one = Gauges(os.getpid(), nvidia="0")
     read(one)
-    assert (one.device, one.device_use, one.device_memory) == ("A100", None, memory)
+    assert (
+        one.measured.get("device"),
+        one.measured.get("device_use"),
+        one.measured.get("device_memory"),
+    ) == ("A100", None, memory)
 
 
 def test_without_nvml_a_device_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +126,7 @@ def test_without_nvml_a_device_has_no_name(monkeypatch: pytest.MonkeyPatch) -> N
     for called in ("0", "GPU-0", "MIG-0"):
         one = Gauges(os.getpid(), nvidia=called)
         read(one)
-        assert (one.device, one.device_use) == ("", None)
+        assert (one.measured.get("device"), one.measured.get("device_use")) == ("", None)
 
 
 @pytest.mark.parametrize(
