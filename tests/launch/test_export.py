@@ -16,7 +16,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.scripts import script_of
 
-_README = Path(__file__).parents[3] / "README.md"
+_README = Path(__file__).parents[2] / "README.md"
 
 
 class Notebook:

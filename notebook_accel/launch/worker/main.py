@@ -71,8 +71,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 # Pauses of a rank that waits for the others to end: each is longer than the one before.
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
-# A rank that has returned keeps its sockets open for at most so long: others may still have to read
-# what it sent in its last collective. A group of NCCL is given as long to close.
+# A rank that has returned keeps its sockets open for at most so long. A group of NCCL is given as
+# long to close.
 _LINGER_SECONDS = 5.0
 # What torch says in a rank when it has lost another rank.
 _LOST_PEER = re.compile(
@@ -217,7 +217,12 @@ class Worker:
         code = self.serve_calls()
         self.row.call_over = 1
         if code == 0 or self.context.left_with_all:
-            self._wait_for_others()
+            # Its sockets stay open: others may still read what it sent in its last collective. Not
+            # for long: one that waits in a collective for this one fails once they close.
+            deadline, pause = time.monotonic() + _LINGER_SECONDS, _FIRST_PAUSE_SECONDS
+            while not self._inherited.board.all_ended and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
             groups.close_group_within(_LINGER_SECONDS)
         return code
 
@@ -289,19 +294,19 @@ class Worker:
 
     def _answer(self, message: wire.BeginCall, fds: list[int]) -> int:
         self._enter_call(message)
-        outcome = self.run_call(message, fds)
+        ended, fds_of_it = self.run_call(message, fds)
         self._report_imports()
         self.context.end_call()
         self.interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
         with self._end_lock:
             self.row.call_over = 1
-        self._sender.send(outcome.message, outcome.fds)
-        is_freed = isinstance(outcome.message, wire.Raised) and not self.context.left_with_all
+        self._sender.send(ended, fds_of_it)
+        is_freed = isinstance(ended, wire.Raised) and not self.context.left_with_all
         if is_freed and (self.row.is_asynchronous or not message.last):
             # Others may wait for this rank in a collective, or its own device for theirs.
             self._drop_group()
-        return outcome.exitcode
+        return ended.exitcode if isinstance(ended, wire.Raised) else 0
 
     def _report_imports(self) -> None:
         """Tell the kernel which libraries rank 0 had to import, so that later ranks have them."""
@@ -421,19 +426,6 @@ class Worker:
         groups.close_group()
         torch_fixes.forget_half_made_groups()
 
-    def _wait_for_others(self) -> None:
-        """Wait until all ranks have ended their call, or five seconds have passed.
-
-        This rank's sockets must stay open meanwhile: other ranks may still read from them what it
-        sent in its last collective. The time is limited because a rank that waits in a collective
-        for this one, which has returned, fails only when the sockets close.
-        """
-        deadline = time.monotonic() + _LINGER_SECONDS
-        pause = _FIRST_PAUSE_SECONDS
-        while not self._inherited.board.all_ended and time.monotonic() < deadline:
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
-
 
 def replace_libraries() -> None:
     """Patch tqdm, displays, warnings, multiprocessing and torch in this rank's process."""
@@ -500,13 +492,8 @@ def enter_notebook(launch: wire.Launch) -> None:
 # ---- one call ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a call ended in this rank, ready to be sent to the agent."""
-
-    message: wire.Returned | wire.Raised
-    fds: tuple[int, ...] = ()
-    exitcode: int = 0
+# How a call ended in this rank, ready to be sent to the agent: the message and its descriptors.
+Outcome = tuple["wire.Returned | wire.Raised", tuple[int, ...]]
 
 
 def _finish(context: this_rank.LaunchedContext) -> None:
@@ -540,7 +527,7 @@ def _returned(packed: Packed, context: this_rank.LaunchedContext, *, is_none: bo
         made_group=context.made_group,
         lost_group=context.lost_group,
     )
-    return Outcome(message=message, fds=fds)
+    return message, fds
 
 
 def _raised(
@@ -586,7 +573,7 @@ def _raised(
         rescued=rescued,
         made_group=context.made_group,
     )
-    return Outcome(message=message, fds=fds, exitcode=exitcode)
+    return message, fds
 
 
 def _is_success(error: BaseException) -> bool:

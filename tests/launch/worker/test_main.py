@@ -226,9 +226,9 @@ def test_a_stream_of_the_users_own_hides_no_error(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     parcel = payload.pack_call(leave, (KeyError("lost"),)).parcel
-    outcome = outcome_of(parcel, new_context())
-    assert isinstance(outcome.message, wire.Raised)
-    assert outcome.message.type_name == "KeyError"
+    ended, _ = outcome_of(parcel, new_context())
+    assert isinstance(ended, wire.Raised)
+    assert ended.type_name == "KeyError"
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,9 @@ def leave_by(code: object) -> None:
 )
 def test_whatever_the_function_exits_with_is_told(code: object, exitcode: int) -> None:
     parcel = payload.pack_call(leave_by, (code,)).parcel
-    outcome = outcome_of(parcel, new_context())
-    assert isinstance(outcome.message, wire.Raised)
-    assert (outcome.message.kind, outcome.message.exitcode) == ("exit", exitcode)
-    assert outcome.exitcode == exitcode
+    ended, _ = outcome_of(parcel, new_context())
+    assert isinstance(ended, wire.Raised)
+    assert (ended.kind, ended.exitcode) == ("exit", exitcode)
 
 
 def test_an_interrupt_after_the_result_was_packed_drops_nothing(
@@ -278,10 +277,9 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
 
     parcel = payload.pack_call(bytes, (MAX_INLINE_BYTES + 1,)).parcel
     monkeypatch.setattr(main, "pack", pack_and_interrupt)
-    outcome = outcome_of(parcel, new_context())
-    assert isinstance(outcome.message, wire.Returned)
-    [fd] = outcome.fds
+    ended, [fd] = outcome_of(parcel, new_context())
     os.close(fd)
+    assert isinstance(ended, wire.Returned)
 
 
 def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it() -> None:
@@ -289,8 +287,8 @@ def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it() -> Non
     large = bytearray(MAX_INLINE_BYTES + 1)
     parcel = payload.pack_call(len, (large,)).parcel
     before = open_descriptors()
-    outcome = outcome_of(parcel, new_context(), is_interrupted=True)
-    assert isinstance(outcome.message, wire.Raised)
-    assert outcome.message.kind == "interrupted"
+    ended, _ = outcome_of(parcel, new_context(), is_interrupted=True)
+    assert isinstance(ended, wire.Raised)
+    assert ended.kind == "interrupted"
     assert parcel.fds
     assert not [one for one in open_descriptors() - before if "memfd:notebook_accel" in one]
