@@ -52,6 +52,10 @@ locale.setlocale(locale.LC_NUMERIC)         <- locale.setlocale(locale.LC_NUMERI
 logging.getLogger("httpx").level            <- logging.getLogger("httpx").setLevel(logging.ERROR)
 torch.get_num_threads()                     <- torch.set_num_threads(3)
 torch.multiprocessing.get_sharing_strategy() <- set_sharing_strategy("file_system")
+torch.get_default_dtype()                   <- torch.set_default_dtype(torch.float64)
+torch.is_deterministic_algorithms_warn_only_enabled() <- set_deterministic(True, warn_only=True)
+torch.is_anomaly_check_nan_enabled()        <- set_detect_anomaly(True, check_nan=False)
+torch.get_float32_matmul_precision()        <- torch.set_float32_matmul_precision("high")
 torch.is_grad_enabled()                     <- torch.set_grad_enabled(False)
 torch.backends.cudnn.benchmark              <- torch.backends.cudnn.benchmark = True
 str(torch.tensor(1 / 3))                    <- torch.set_printoptions(precision=2)
@@ -85,6 +89,8 @@ class MyModel(PreTrainedModel):
         self.post_init()
 
 CONVERGE = ConvergenceWarning
+set_deterministic = torch.use_deterministic_algorithms
+set_detect_anomaly = torch.autograd.set_detect_anomaly
 ignore = warnings.filterwarnings
 
 def len_of(value):

@@ -368,3 +368,22 @@ def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped
     # All that was sent is 600 MB.
     assert kernel < 150
     assert rank < 150
+
+
+def test_what_needs_the_notebooks_shell_is_refused(book: Notebook) -> None:
+    book.run("""
+        def shell():
+            !nvidia-smi
+        def timed():
+            %time launch
+        def leaves():
+            exit()
+        ways = {shell: "ranks have no shell", timed: "time.perf_counter()", leaves: "sys.exit()"}
+        for function, way in ways.items():
+            try:
+                launch(function)
+                said = ""
+            except Exception as error:
+                said = str(error)
+            assert f"used in {function.__name__}, cannot travel" in said and way in said, said
+    """)

@@ -77,14 +77,6 @@ def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call
     agent.wait_for(wire.Returned)
 
 
-def test_ranks_go_with_the_kernels_end_of_the_channel(agent: AgentByHand) -> None:
-    pids = agent.launch(2).pids
-    agent.call(sleeps)
-    agent.all_of(wire.CallStarted, 2)
-    agent.channel.close()
-    eventually(lambda: gone([agent.pid, *pids.values()]), within=30, what="all ended")
-
-
 def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes() -> None:
     def name_output() -> None:
         current().notice(os.readlink("/proc/self/fd/1"))
@@ -163,19 +155,6 @@ def test_a_rank_cannot_speak_for_another(agent: AgentByHand) -> None:
 # ---- an end that somebody asks for ---------------------------------------------------------------
 
 
-def test_an_interrupt_ends_the_call_and_no_rank(agent: AgentByHand) -> None:
-    pids = agent.launch(2).pids
-    agent.call(sleeps)
-    agent.all_of(wire.CallStarted, 2)
-    agent.say(wire.Interrupt)
-    ends = agent.all_of(wire.Raised, 2)
-    assert {(end.kind, end.ended_by_agent, end.after_interrupt) for end in ends} == {
-        ("interrupted", False, True)
-    }
-    agent.call(lambda: None)
-    assert {end.process for end in agent.all_of(wire.Returned, 2)} == set(pids.values())
-
-
 def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent: AgentByHand) -> None:
     def go_on() -> None:
         threading.Thread(target=time.sleep, args=(600,)).start()
@@ -250,19 +229,6 @@ def test_a_failure_elsewhere_ends_the_call_here(agent: AgentByHand) -> None:
     agent.all_of(wire.CallStarted, 2)
     agent.say(wire.RankFailed)
     assert failures(agent, 2) == {0: "ended by us", 1: "ended by us"}
-
-
-def test_the_death_of_a_rank_ends_the_call(agent: AgentByHand) -> None:
-    def die() -> None:
-        if os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        sleeps()
-
-    agent.launch(2)
-    agent.call(die, last=True)
-    ends = {end.rank: end for end in agent.all_of(wire.RankEnded, 2)}
-    assert (ends[0].signal, ends[0].ended_by_agent) == (signal.SIGKILL, False)
-    assert (ends[1].signal, ends[1].ended_by_agent) == (signal.SIGTERM, True)
 
 
 def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent: AgentByHand) -> None:

@@ -43,12 +43,6 @@ import numpy, torch
 
 random.seed(3), numpy.random.seed(4), torch.manual_seed(5)
 random.gauss(0, 1), numpy.random.randn(3), torch.randn(7)
-torch.set_default_dtype(torch.float64)
-torch.use_deterministic_algorithms(True, warn_only=True)
-torch.autograd.set_detect_anomaly(True, check_nan=False)
-torch.set_float32_matmul_precision("high")
-torch.backends.cudnn.deterministic = True
-torch.backends.cudnn.benchmark = True
 
 class Mine(logging.Handler):
     def emit(self, record): pass
@@ -73,17 +67,8 @@ def draws():
     seed = torch.initial_seed()
     return [random.random(), random.gauss(0, 1), numpy.random.randn(), torch.rand(1).item(), seed]
 
-def settings():
-    return dict(
-        dtype=str(torch.zeros(1).dtype),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-        anomaly=[torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
-        precision=torch.get_float32_matmul_precision(),
-        cudnn=[torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark],
-        level=logging.getLogger().getEffectiveLevel(),
-        arguments=sys.argv[1:],
-    )
+def arguments():
+    return sys.argv[1:]
 
 def logs():
     logging.getLogger("mine").debug("seen")
@@ -105,7 +90,7 @@ def warned():
         return "raised"
 
 def late():
-    seen = (draws, settings, logs, files, warned)
+    seen = (draws, arguments, logs, files, warned)
     return {function.__name__: function() for function in seen}
 
 found["late"] = ask(late)
@@ -140,10 +125,8 @@ def test_ranks_start_from_the_notebooks_generators(seen: dict[str, Any]) -> None
     assert seen["draws"]["here"][-1] == 5
 
 
-def test_settings_of_torch_reach_the_ranks(seen: dict[str, Any]) -> None:
-    assert seen["settings"]["ranks"] == [seen["settings"]["here"]] * 4
-    assert seen["settings"]["here"]["dtype"] == "torch.float64"
-    assert seen["settings"]["here"]["deterministic"] is True
+def test_the_arguments_of_a_program_reach_the_ranks(seen: dict[str, Any]) -> None:
+    assert [*seen["arguments"]["ranks"], seen["arguments"]["here"]] == [["--lr", "3"]] * 5
 
 
 def test_levels_and_plain_handlers_of_logging_reach_the_ranks(

@@ -36,15 +36,6 @@ def num_descriptors(source: Template) -> int:
     return psutil.Process(source.pid).num_fds()
 
 
-def test_an_agent_is_a_child_of_the_template_in_a_session_of_its_own(
-    source: Template, tmp_path: Path
-) -> None:
-    with agent_by_hand(tmp_path) as agent:
-        assert psutil.Process(agent.pid).ppid() == source.pid
-        is_leader = lambda: os.getsid(agent.pid) == agent.pid  # noqa: E731
-        eventually(is_leader, within=SECONDS, what="it has a session")
-
-
 def test_an_agent_that_was_killed_is_reaped_and_reported(source: Template, tmp_path: Path) -> None:
     before = num_descriptors(source)
     with agent_by_hand(tmp_path) as agent:
@@ -57,20 +48,6 @@ def test_an_agent_that_was_killed_is_reaped_and_reported(source: Template, tmp_p
     eventually(
         lambda: num_descriptors(source) <= before, within=SECONDS, what="its descriptors are closed"
     )
-
-
-def test_what_ends_an_agent_is_reported_in_its_own_words(source: Template) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        pid = source.fork_agent(theirs, run=uuid4().hex)
-    # What is no message ends the agent.
-    ours.sendall(b"x" * 1_000)
-    ours.shutdown(socket.SHUT_WR)
-    exited = source.exit_of(pid, timeout=SECONDS)
-    ours.close()
-    assert exited is not None
-    assert exited.exitcode == 1
-    assert "ProtocolError: " in source.error_output
 
 
 def test_agents_inherit_nothing_of_each_other(source: Template, tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from notebook_accel import wire
@@ -47,12 +45,6 @@ def ready() -> Iterator[Template]:
     eventually(lambda: gone([source.pid]), within=SOON, what="the old template is gone")
 
 
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    is_stopped = psutil.Process(pid).status
-    eventually(lambda: is_stopped() == psutil.STATUS_STOPPED, within=SOON, what="it is stopped")
-
-
 def a_launch(number: int = 1) -> list[Any]:
     config = LaunchConfig(num_processes=2, devices="cpu")
     return launch(lambda: number, config=config, view=View()).results
@@ -74,29 +66,6 @@ def test_a_template_whose_answer_is_lost_is_replaced(
     began = time.monotonic()
     assert a_launch() == [1, 1]
     assert time.monotonic() - began < SOON
-
-
-def test_runs_go_on_when_their_stopped_template_is_replaced(
-    ready: Template, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handle, "_FORK_SECONDS", 2.0)
-    go = tmp_path / "go"
-
-    def wait_for(path: Any) -> int:
-        while not path.exists():
-            time.sleep(0.01)
-        return 7
-
-    config = LaunchConfig(num_processes=2, devices="cpu")
-    run = launch(wait_for, (go,), config=config, view=View(), block=False)
-    eventually(lambda: run.status == "running", within=SOON, what="it runs")
-    stop(ready.pid)
-    began = time.monotonic()
-    assert a_launch() == [1, 1]
-    assert time.monotonic() - began < SOON
-    assert template().pid != ready.pid
-    go.touch()
-    assert run.wait(SOON).results == [7, 7]
 
 
 @pytest.mark.long
