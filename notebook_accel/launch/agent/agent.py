@@ -147,7 +147,6 @@ class Agent:
         self._board = Scoreboard(len(launch.ranks), has_others=self._has_others)
         # Of a kernel on another machine, to which the bytes of the files are sent, one of our own.
         self._log_dir = Path(launch.log_dir or scratch.folder(launch.run, os.getpid()))
-        self._streams: dict[int, int] = {}
         self.ranks: list[RankProcess] = []
         self.ended: list[RankProcess] = []
         self.reaped: list[int] = []
@@ -193,8 +192,8 @@ class Agent:
         self._hand_over_master()
         if isinstance(self._channel, FramedChannel):
             for rank in self.ranks:
-                self._streams[rank.rank] = stream = self._channel.follow(rank.tail.fileno())
-                self._post(wire.LogOpened, rank=rank.rank, stream=stream)
+                rank.stream = self._channel.follow(rank.tail.fileno())
+                self._post(wire.LogOpened, rank=rank.rank, stream=rank.stream)
         self._post_pids()
 
     def _reserve_master(self, port: int) -> None:
@@ -613,7 +612,7 @@ class Agent:
         for message in rank.last_news():
             self._channel.post(message)
         if isinstance(self._channel, FramedChannel):
-            self._channel.end(self._streams[rank.rank])
+            self._channel.end(rank.stream)
         # Once its function has returned, or all have ended the call, a bad exit code fails nobody.
         is_failure = was_in_call or (exitcode and not (rank.has_returned or self._board.all_ended))
         rank.row.call_over = 1

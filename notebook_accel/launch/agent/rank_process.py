@@ -82,6 +82,7 @@ class RankProcess:
         )
         self.tail = FileTail(log_path(log_dir, spec.rank))
         self.tail.skip()  # the output of the attempt before, where ranks are started again
+        self.stream = 0  # to a kernel on another machine
         self.alive = True
         self.ended_by_agent = False
         self.is_in_call = False

@@ -47,9 +47,10 @@ class InlineEngine(Engine):
         request, results = new.request, Results(Registry())
         call = InlineCall(new, results=results)
         yield call
-        variables = {**request.environment, **_ALONE}
+        before = dict(os.environ)
         try:
-            with _environment(variables), _seeded(request.config.seed), let_through():
+            os.environ.update({**request.environment, **_ALONE})
+            with _seeded(request.config.seed), let_through():
                 call.become("running", pid=os.getpid())
                 failure = _call_function(request, results)
                 call.state = replace(call.state, failure=failure)
@@ -60,6 +61,8 @@ class InlineEngine(Engine):
                 call.become("stopped")
             raise
         finally:
+            os.environ.clear()
+            os.environ.update(before)
             call.metrics.close()
             lost_notice = call.folder.save(call.state)
             if lost_notice:
@@ -110,18 +113,6 @@ def _call_function(request: LaunchRequest, results: Results) -> Failure | None:
         message = f"rank 0 failed: {words}\n\n{text}"
         return Failure(message=message, rank=0, ranks=(0,), traceback=text, exitcode=code)
     return None
-
-
-@contextmanager
-def _environment(environment: dict[str, str]) -> Iterator[None]:
-    """Set these environment variables within the block, and restore the previous ones after it."""
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

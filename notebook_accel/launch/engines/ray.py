@@ -89,9 +89,14 @@ class RayEngine(MachinesEngine):
             request.poll()
             ended, _ = ray.wait(starting, timeout=_POLL_SECONDS)
             if ended or time.monotonic() >= deadline:
+                why = f" in {_JOIN_SECONDS:g} s"
+                try:
+                    ray.get(ended)
+                except Exception as error:  # whatever Ray or the actor raised
+                    why = f": {error}"
                 raise LaunchError(
                     f"{len(server.machines)} of {len(starting)} nodes of the Ray cluster came to "
-                    f"{address}{_why(ray, ended)}. Is notebook-accel installed on all of them, and "
+                    f"{address}{why}. Is notebook-accel installed on all of them, and "
                     "can they reach this machine?"
                 )
         return list(server.machines)
@@ -200,12 +205,3 @@ def _nodes_for(bundles: list[dict[str, int]], ray: Any, request: LaunchRequest) 
         # The actors take its place: one has all that its node's ranks need. A group that found no
         # room would take it later, and keep it.
         ray.util.remove_placement_group(group)
-
-
-def _why(ray: Any, ended: list[Any]) -> str:
-    for reference in ended:
-        try:
-            ray.get(reference)
-        except Exception as error:  # whatever Ray or the actor raised
-            return f": {error}"
-    return f" in {_JOIN_SECONDS:g} s"

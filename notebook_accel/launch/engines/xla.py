@@ -36,7 +36,18 @@ class XlaEngine(LocalEngine):
         self, config: LaunchConfig, environment: Mapping[str, str]
     ) -> tuple[str, int]:
         """Check the settings; return (platform, number of devices), such as ("TPU", 8)."""
-        _check_library()
+        found = tpu.library()
+        if found is None:
+            raise LaunchError(
+                f"engine='xla' needs torch_xla, which is not installed: {tpu.INSTALL}"
+            )
+        if found.problem:
+            raise LaunchError(f"engine='xla' cannot start: {found.problem}")
+        if found.name == "torch_tpu":
+            raise LaunchError(
+                f"engine='xla' is for torch_xla, and torch_tpu {found.version} is installed: "
+                "leave engine= out, and ranks use the TPU by torch_tpu"
+            )
         platform, count = tpu.count_devices(environment)
         if not count:
             raise LaunchError(
@@ -56,16 +67,3 @@ class XlaEngine(LocalEngine):
                 f"{platform}, or with num_processes=1 the first: leave devices out, or engine"
             )
         return platform, count
-
-
-def _check_library() -> None:
-    found = tpu.library()
-    if found is None:
-        raise LaunchError(f"engine='xla' needs torch_xla, which is not installed: {tpu.INSTALL}")
-    if found.problem:
-        raise LaunchError(f"engine='xla' cannot start: {found.problem}")
-    if found.name == "torch_tpu":
-        raise LaunchError(
-            f"engine='xla' is for torch_xla, and torch_tpu {found.version} is installed: leave "
-            "engine= out, and ranks use the TPU by torch_tpu"
-        )

@@ -209,11 +209,6 @@ def notebook_object(number: int) -> Any:
     return _objects.get()[number]
 
 
-def import_attribute(module: str, name: str) -> Any:
-    """Import a module and return one of its attributes (used by unpickling)."""
-    return getattr(import_module(module), name)
-
-
 def rebuild_storage(buffer: Any) -> Any:
     """Make a torch storage on the memory of ``buffer``; a read-only buffer is copied first."""
     import torch
@@ -332,7 +327,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if issubclass(kind, NAMED_TYPES):
             return self._reduce_definition
         if issubclass(kind, types.ModuleType):
-            return self._reduce_module
+            # cloudpickle knows them by their exact type alone, and not torch.backends.cudnn, say.
+            return _as_usual if kind is types.ModuleType else _reduce_module
         if issubclass(kind, BaseException):
             return _reduce_exception
         if issubclass(kind, io.TextIOWrapper):
@@ -418,12 +414,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 namespace["__slots__"] = slots
         return reduced
 
-    def _reduce_module(self, module: types.ModuleType) -> Any:
-        is_plain = type(module) is types.ModuleType
-        if is_plain or sys.modules.get(module.__name__) is not module:
-            return NotImplemented
-        # torch.backends.cudnn and its like: cloudpickle knows modules by their exact type alone.
-        return import_module, (module.__name__,)
+
+def _reduce_module(module: types.ModuleType) -> Any:
+    is_importable = sys.modules.get(module.__name__) is module
+    return (import_module, (module.__name__,)) if is_importable else NotImplemented
 
 
 def _goes_by_value(reduced: Any) -> bool:
@@ -555,7 +549,7 @@ class CallPickler(_Pickler):
         if place is None or can_be_pickled(value):
             return route(value)
         self.imported.append(".".join(place))
-        return import_attribute, place
+        return attrgetter(place[1]), (sys.modules[place[0]],)
 
     def _reduce_definition(self, value: Any) -> Any:
         reduced = super()._reduce_definition(value)

@@ -338,7 +338,6 @@ _current: tuple[tuple[object, ...], Template] | None = None
 _asking = threading.RLock()
 # What each template of this kernel is to import.
 _followed: list[wire.Import] = []
-_known: set[wire.ImportItem] = set()
 _following = threading.Lock()
 # Set where launches will probably come: in a notebook.
 _is_warm = False
@@ -412,10 +411,10 @@ def follow(items: Iterable[wire.ImportItem]) -> None:
     has one launch or few, and a template that waits for more would hold memory for nothing.
     """
     with _following:
-        new = tuple(dict.fromkeys(item for item in items if item not in _known))
+        known = {item for message in _followed for item in message.items}
+        new = tuple(dict.fromkeys(item for item in items if item not in known))
         if not new or not _is_warm:
             return
-        _known.update(new)
         message = wire.Import(
             items=new,
             environment=kept_environment(),

@@ -152,21 +152,6 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
                 yield name, end
 
 
-def _disconnect_groups(store_ports: set[int]) -> None:
-    """Shut down the TCP connections that this process's groups made or accepted."""
-    # A group that connects its ranks at their first collective has only listened until then. Of
-    # each connection one end has been accepted.
-    listening = {
-        end.getsockname()[1]
-        for name, end in _tcp_sockets()
-        if _is_of_group(name) and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
-    for name, end in _tcp_sockets():
-        own_port = end.getsockname()[1]
-        if own_port not in store_ports and (_is_of_group(name) or own_port in listening):
-            _shut_down(end)
-
-
 def _is_of_group(name: str) -> bool:
     """Whether the socket of this name was opened while torch made a process group."""
     return name in _of_groups or any(name not in before for before in _before)
@@ -194,27 +179,28 @@ def disconnect() -> None:
     # The user's code may have made anything of the variable.
     store_ports = {int(port) if port.isdecimal() else 0, reserved.port if reserved else 0}
     with contextlib.suppress(OSError):
-        _disconnect_groups(store_ports)
+        # A group that connects its ranks at their first collective has only listened until then.
+        # Of each connection one end has been accepted.
+        listening = {
+            end.getsockname()[1]
+            for name, end in _tcp_sockets()
+            if _is_of_group(name) and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        }
+        for name, end in _tcp_sockets():
+            own_port = end.getsockname()[1]
+            if own_port not in store_ports and (_is_of_group(name) or own_port in listening):
+                _shut_down(end)
     if not _abort_groups():
         # The abort still waits for other ranks, over connections that NCCL opened after the group
         # was made: those stay open.
         return
     with contextlib.suppress(OSError):
-        _disconnect_store(store_ports)
-
-
-def _disconnect_store(store_ports: set[int]) -> None:
-    """Shut down this rank's client connections to the ranks' store, at any of ``store_ports``.
-
-    If this rank serves the store, the connections to its own server stay: other ranks may be
-    connected already to make their next group.
-    """
-    for _, end in _tcp_sockets():
-        with contextlib.suppress(OSError):
-            # Where this rank serves the store, others may have come for the next group already.
-            is_served = end.getsockname()[1] in store_ports
-            if not is_served and end.getpeername()[1] in store_ports:
-                _shut_down(end)
+        for _, end in _tcp_sockets():
+            with contextlib.suppress(OSError):
+                # Where this rank serves the store, others may have come for the next group already.
+                is_served = end.getsockname()[1] in store_ports
+                if not is_served and end.getpeername()[1] in store_ports:
+                    _shut_down(end)
 
 
 def act_when_readable(fd: int, act: Callable[[], None]) -> None:

@@ -88,23 +88,26 @@ _LOST_PEER_PARTS = (
     (re.compile(r"read error", re.IGNORECASE), re.compile(r"gloo", re.IGNORECASE)),
     (re.compile(r"timed out waiting", re.IGNORECASE), re.compile(r"send|recv", re.IGNORECASE)),
 )
-_SHM = re.compile(r"unable to \w+[^\n]{0,200}(?:</torch_|shared memory)|out of shared memory")
 _FULL_SHM = (
     "Likely, /dev/shm is full or too small for the batches of a DataLoader's workers: make it "
     "larger (docker run --shm-size=8g), or load in the rank itself (num_workers=0)."
 )
-# How NCCL passes data between GPUs of one machine that cannot reach each other's memory.
-_SHM_OF_NCCL = re.compile(r"creating shared memory segment|/dev/shm/nccl")
 _FULL_SHM_OF_NCCL = (
     "Likely, /dev/shm is full or too small for NCCL: make it larger (docker run --shm-size=8g), or "
     'do without, which is slower (env={"NCCL_SHM_DISABLE": "1"}).'
 )
 # Errors after which a process cannot use its device any more.
-_LASTING = re.compile(
-    r"device-side assert|an illegal (memory access|instruction)|misaligned address|invalid program"
-    r" counter|unspecified launch failure|hardware stack error|launch timed out|uncorrectable",
-    re.IGNORECASE,
+_LASTING = (
+    "(?i)device-side assert|an illegal (memory access|instruction)|misaligned address|invalid "
+    "program counter|unspecified launch failure|hardware stack error|launch timed out|uncorrectable"
 )
+# Advice by what the text of a RuntimeError says.
+_HINTS = {
+    r"unable to \w+[^\n]{0,200}(?:</torch_|shared memory)|out of shared memory": _FULL_SHM,
+    _LASTING: wording.LASTING_ERROR,
+    # NCCL passes data so between GPUs of one machine that cannot reach each other's memory.
+    "creating shared memory segment|/dev/shm/nccl": _FULL_SHM_OF_NCCL,
+}
 # A larger pickle of an exception stays in the rank: its text is enough.
 _MAX_PICKLED_BYTES = 16 << 20
 
@@ -621,11 +624,7 @@ def _hint(error: BaseException, traceback: str) -> str:
         # The locks of a loader's queues lie there, as its batches do.
         return _FULL_SHM if error.errno == errno.ENOSPC and "SemLock" in traceback else ""
     text = shorten(error_text(error)) if isinstance(error, RuntimeError) else ""
-    if _SHM.search(text):
-        return _FULL_SHM
-    if _LASTING.search(text):
-        return wording.LASTING_ERROR
-    return _FULL_SHM_OF_NCCL if _SHM_OF_NCCL.search(text) else ""
+    return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, text)), "")
 
 
 def _memory_report(error: BaseException, context: this_rank.LaunchedContext) -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-import numpy as np
 import pytest
 
 from notebook_accel import wire
@@ -243,26 +242,6 @@ def test_what_was_put_off_is_done_however_the_function_is_left(
     parcel = payload.pack_call(leave, (error,)).parcel
     outcome_of(parcel, context)
     assert done == ["it"] * is_finished
-
-
-class Wordless:
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-
-def leave_by(code: object) -> None:
-    sys.exit(code)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("code", "exitcode"),
-    [(True, 1), (256, 1), (-1, 255), (0.0, 1), (np.int64(0), 1), (np.zeros(2), 1), (Wordless(), 1)],
-)
-def test_whatever_the_function_exits_with_is_told(code: object, exitcode: int) -> None:
-    parcel = payload.pack_call(leave_by, (code,)).parcel
-    ended, _ = outcome_of(parcel, new_context())
-    assert isinstance(ended, wire.Raised)
-    assert (ended.kind, ended.exitcode) == ("exit", exitcode)
 
 
 def test_an_interrupt_after_the_result_was_packed_drops_nothing(
