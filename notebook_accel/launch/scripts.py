@@ -36,14 +36,7 @@ from typing import Any
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.text.used_names import (
-    OF_IPYTHON,
-    PROVIDED,
-    is_history,
-    names_of,
-    parsed,
-    without_watcher,
-)
+from notebook_accel.launch.text import used_names
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
@@ -93,7 +86,7 @@ def script_of(
         is_name = key.isidentifier() and not keyword.iskeyword(key)
         given.append(f"{key}={text}" if is_name else f"**{{{key!r}: {text}}}")
     call = f"{called}({', '.join(given)})"
-    lines = _lines_for(names_of(call).used, texts, known)
+    lines = _lines_for(used_names.names_of(call).used, texts, known)
     body = f'{lines}\n\nif __name__ == "__main__":\n    {call}'
     what = getattr(function, "__name__", "function")
     return _script_text(body, what=what, world_size=world_size, file=file)
@@ -112,14 +105,14 @@ class _Statement:
     """
 
     def __init__(self, node: ast.stmt, text: str) -> None:
-        names = names_of(ast.unparse(node))
+        names = used_names.names_of(ast.unparse(node))
         used = names.used - vars(builtins).keys()
         head = ast.parse(ast.unparse(node))
         for part in ast.walk(head):
             if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 part.body = [ast.Pass()]
         is_function = isinstance(getattr(node, "value", None), ast.Lambda)
-        at_once = set() if is_function else names_of(ast.unparse(head)).used
+        at_once = set() if is_function else used_names.names_of(ast.unparse(head)).used
         self.node, self.text = node, text
         self.used, self.later = used & at_once, used - at_once
         self.assigned = names.assigned
@@ -179,7 +172,7 @@ def _statements(cells: Sequence[str], known: Mapping[str, Any]) -> list[_Stateme
 def _nodes(cell: str) -> Iterator[tuple[ast.stmt, str]]:
     """Yield each statement of a cell with its text; none if the cell is not Python."""
     lines, begin = cell.encode().split(b"\n"), 0
-    for node in parsed(cell).body:
+    for node in used_names.parsed(cell).body:
         end = node.end_lineno or node.lineno
         if re.match(r"get_ipython\(\).run_cell_magic\('(time|capture)'", ast.unparse(node)):
             yield from _nodes(node.value.args[-1].value)  # type: ignore[attr-defined]
@@ -266,7 +259,9 @@ def _expression(
     """Return an expression for the function or an argument of a launch."""
     if _is_literal(value):
         return repr(value)
-    names = [name for name, one in known.items() if one is value and not is_history(name)]
+    names = [
+        name for name, one in known.items() if one is value and not used_names.is_history(name)
+    ]
     own = getattr(value, "__name__", "")
     if names:
         return own if own in names else names[0]
@@ -327,12 +322,12 @@ def script_of_cells(
     provided: set[str] = set()
     needed: set[str] = set()
     for text in texts.values():
-        names = names_of(text)
+        names = used_names.names_of(text)
         used = names.used - assigned
-        provided |= used & {"display", *PROVIDED}
-        needed |= {name for name in used & namespace.keys() if not is_history(name)}
+        provided |= used & {"display", *used_names.PROVIDED}
+        needed |= {name for name in used & namespace.keys() if not used_names.is_history(name)}
         assigned |= names.assigned
-    needed -= {"display", *PROVIDED, *OF_IPYTHON}
+    needed -= {"display", *used_names.PROVIDED, *used_names.OF_IPYTHON}
     given = [line for name, line in _MADE_BY.items() if name in provided]
     if given or "accelerator" in provided:
         of_plan = f"mixed_precision={mixed_precision!r}" if mixed_precision else ""
@@ -357,7 +352,7 @@ def script_of_cells(
 
 def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
     """Drop magics and future imports; ConfigError for a magic that runs code or gives a value."""
-    text = without_watcher(text)
+    text = used_names.without_watcher(text)
     code = transform(text)
     try:
         body = ast.parse(code).body

@@ -48,12 +48,7 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.rank_environment import num_cores, num_threads_of
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
 from notebook_accel.launch.template.handle import Template, ask_template
-from notebook_accel.launch.transport.machine_link import (
-    MachineLink,
-    Token,
-    await_from_thread,
-    open_link,
-)
+from notebook_accel.launch.transport import machine_link
 from notebook_accel.system.processes import import_path, kept_environment
 
 # Until all machines have joined: a person walks to another screen and copies a command.
@@ -240,7 +235,7 @@ def join(
             with which the notebook decides the number.
     """
     host, port = parse_address(address)
-    given = Token.of_text(token)
+    given = machine_link.Token.of_text(token)
     say = tell or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
     environment = kept_environment()
     # Before the connection: nobody waits for imports then.
@@ -258,7 +253,7 @@ def join(
         devices=found.names,
         num_ranks=num_ranks,
     )
-    return await_from_thread(_be_guest(host, port, given, info, say))
+    return machine_link.await_from_thread(_be_guest(host, port, given, info, say))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -273,7 +268,11 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 async def _be_guest(
-    host: str, port: int, token: Token, info: wire.MachineJoined, say: Callable[[str], None]
+    host: str,
+    port: int,
+    token: machine_link.Token,
+    info: wire.MachineJoined,
+    say: Callable[[str], None],
 ) -> int:
     """Connect to the notebook, and start and end an agent here when it asks; return once it ends.
 
@@ -281,7 +280,7 @@ async def _be_guest(
         The exit code of ``notebook-accel join``: 1 if the run has failed, or the notebook is lost.
     """
     try:
-        link = await open_link(host, port, token)
+        link = await machine_link.open_link(host, port, token)
     except (OSError, asyncio.TimeoutError) as error:
         raise LaunchError(
             f"no notebook waits at {host}:{port} ({error or 'no answer'}): is its launch "
@@ -320,7 +319,9 @@ async def _be_guest(
     return int(outcome in ("", _OUTCOMES["failed"]))
 
 
-async def _attach(link: MachineLink, agent: AgentLink, wanted: str) -> asyncio.Task[None]:
+async def _attach(
+    link: machine_link.MachineLink, agent: AgentLink, wanted: str
+) -> asyncio.Task[None]:
     """Relay between a new agent and the notebook, in a task that ends when the agent has."""
     directory = wanted if os.path.isdir(wanted) else os.getcwd()
     sock = socket.socket(fileno=os.dup(agent.channel.fileno()))

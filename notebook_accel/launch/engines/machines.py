@@ -43,16 +43,8 @@ from notebook_accel.launch.rank_environment import (
 )
 from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.text.terminal_text import escaped, one_line
+from notebook_accel.launch.transport import machine_link
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.launch.transport.machine_link import (
-    HANDSHAKE_SECONDS,
-    MachineLink,
-    Token,
-    await_from_thread,
-    check_proof,
-    in_background,
-    server_context,
-)
 from notebook_accel.system.processes import import_path, kept_environment
 
 # The machine has its template before it joins, and forks an agent in milliseconds.
@@ -76,7 +68,7 @@ class JoinedMachine:
     loop of ``machine_link.py``); those that are called in that thread say so.
     """
 
-    def __init__(self, link: MachineLink, info: wire.MachineJoined) -> None:
+    def __init__(self, link: machine_link.MachineLink, info: wire.MachineJoined) -> None:
         self.info, self.link = info, link
         self.name = f"{_plain(info.host)} ({link.peer_address})"
         self.who = f"{_plain(info.user)}@{self.name}"
@@ -126,7 +118,7 @@ class JoinedMachine:
                 path=of_ranks["path"],
                 imports=imports,
             )
-            answer = await_from_thread(self._start(theirs, request), _AGENT_SECONDS)
+            answer = machine_link.await_from_thread(self._start(theirs, request), _AGENT_SECONDS)
         except TimeoutError:
             answer = wire.MachineAgentStarted(error=f"no answer in {_AGENT_SECONDS:g} s")
         if answer is None or answer.error:
@@ -187,7 +179,7 @@ class JoinedMachine:
     def _kill_agent(self) -> None:
         # The connection is all that reaches it. It is kept where the agent has ended by itself.
         if self._end is None:
-            in_background().call_soon_threadsafe(self.link.abort)
+            machine_link.in_background().call_soon_threadsafe(self.link.abort)
 
     def _how_it_ended(self) -> AgentEnd:
         lost = AgentEnd(
@@ -219,8 +211,8 @@ class MachineServer:
         self.refused = ""
         self._wanted = wanted
         self._num_unproved = 0
-        self._context, fingerprint = server_context()
-        self.token = Token.new(fingerprint)
+        self._context, fingerprint = machine_link.server_context()
+        self.token = machine_link.Token.new(fingerprint)
         try:
             at = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(at[4][:2], family=at[0])
@@ -233,7 +225,9 @@ class MachineServer:
         listener.setblocking(False)
         self.port: int = listener.getsockname()[1]
         self._meetings: set[asyncio.Task[None]] = set()
-        self._listening = asyncio.run_coroutine_threadsafe(self._listen(listener), in_background())
+        self._listening = asyncio.run_coroutine_threadsafe(
+            self._listen(listener), machine_link.in_background()
+        )
 
     def admit_no_more(self) -> None:
         """Stop listening, but keep the connected machines.
@@ -245,7 +239,7 @@ class MachineServer:
 
     def close(self, outcome: str) -> None:
         """Stop listening, and disconnect each machine once its agent has ended; returns at once."""
-        asyncio.run_coroutine_threadsafe(self.tell(outcome), in_background())
+        asyncio.run_coroutine_threadsafe(self.tell(outcome), machine_link.in_background())
 
     async def tell(self, outcome: str) -> None:
         """Do the same in the connections' thread; what the machines are told has been sent then."""
@@ -274,12 +268,14 @@ class MachineServer:
     async def _meet(self, sock: socket.socket) -> None:
         proving = self._await_proof(sock)
         try:
-            reader, writer, problem = await asyncio.wait_for(proving, HANDSHAKE_SECONDS)
+            reader, writer, problem = await asyncio.wait_for(
+                proving, machine_link.HANDSHAKE_SECONDS
+            )
         except (OSError, EOFError, asyncio.TimeoutError):
             return
         finally:
             self._num_unproved -= 1
-        link = MachineLink(reader, writer)
+        link = machine_link.MachineLink(reader, writer)
         if problem:
             self._refuse(link, problem)
             return
@@ -309,10 +305,13 @@ class MachineServer:
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol, sock, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            lambda: protocol,
+            sock,
+            ssl=self._context,
+            ssl_handshake_timeout=machine_link.HANDSHAKE_SECONDS,
         )
         try:
-            problem = await check_proof(reader, self.token)
+            problem = await machine_link.check_proof(reader, self.token)
         except BaseException:
             transport.abort()
             raise
@@ -329,7 +328,7 @@ class MachineServer:
             return "all machines of the launch have joined: the token is used up"
         return ""
 
-    def _refuse(self, link: MachineLink, why: str) -> None:
+    def _refuse(self, link: machine_link.MachineLink, why: str) -> None:
         self.refused = f"{link.peer_address} was refused: {why}"
         link.send(wire.MachineRefused(text=why))
         link.close()
@@ -366,7 +365,7 @@ class MachinesEngine(AgentEngine):
         if self._server is not None:
             # Whatever happens to connections, the run must end.
             with contextlib.suppress(Exception):
-                await_from_thread(self._server.tell(outcome), _TELL_SECONDS)
+                machine_link.await_from_thread(self._server.tell(outcome), _TELL_SECONDS)
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         """Start the agents on the notebook's machine, and return the connections to them.

@@ -21,25 +21,10 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload import cells, culprits, pickling
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.payload.culprits import (
-    arguments,
-    cannot_travel,
-    cause,
-    direct_parts_that_cannot_return,
-    part_that_cannot_return,
-    pickled,
-    variables,
-)
 from notebook_accel.launch.payload.packets import Packed, Parcel, pack
-from notebook_accel.launch.payload.pickling import (
-    CallPickler,
-    LeftInRank,
-    ResultPickler,
-    SessionPickler,
-    load,
-)
+from notebook_accel.launch.payload.pickling import CallPickler, LeftInRank, ResultPickler
 
 # Not as a part of the path of a file.
 _TORCH = re.compile(rb"(?<![\w/.-])torch\b")
@@ -119,7 +104,7 @@ def pack_call(
             their global variables, and use the session's variables of the same names.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
-    make = CallPickler if session is None else SessionPickler
+    make = CallPickler if session is None else pickling.SessionPickler
     session = Registry() if session is None else session
     before = session.objects
 
@@ -127,11 +112,14 @@ def pack_call(
         # `own.sent` fills up while what stands before it is pickled: it must come last.
         return function, args, kwargs, [*before], session.num_sent, own.sent
 
-    body, buffers, pickler = pickled(
-        partial(_dump, make, content), partial(cannot_travel, function, args, kwargs)
+    body, buffers, pickler = culprits.pickled(
+        partial(_dump, make, content), partial(culprits.cannot_travel, function, args, kwargs)
     )
     # Each of the call's objects from the notebook, by its name.
-    named = [arguments(function, args, kwargs), *(variables(*used) for used in pickler.used)]
+    named = [
+        culprits.arguments(function, args, kwargs),
+        *(culprits.variables(*used) for used in pickler.used),
+    ]
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
     module_class = getattr(sys.modules.get("torch.nn"), "Module", ())
@@ -173,7 +161,7 @@ def unpack_call(
     if sent_before is None:
         cells.fresh_main()
     take_over(setup)
-    function, args, kwargs, still_there, first, sent = load(body, buffers=buffers)
+    function, args, kwargs, still_there, first, sent = pickling.load(body, buffers=buffers)
     cells.fill_main(sent)
     # What the notebook no longer has is dropped here, too. A call that failed to unpack here left
     # no objects.
@@ -210,7 +198,7 @@ def _as_packed(
 def _open_pickle(packed: Packed) -> tuple[Any, memoryview, tuple[memoryview, ...]]:
     """Split packed buffers into their head, the pickle, and its out-of-band buffers."""
     head, *buffers, body = packed.buffers
-    return load(head), body, tuple(buffers)
+    return pickling.load(head), body, tuple(buffers)
 
 
 # ---- notices for the person ---------------------------------------------------------------
@@ -277,18 +265,18 @@ def pack_result(
         try:
             body, buffers, pickler = _dump(make, lambda _: value)
             if left:
-                load(body, buffers=buffers, objects=sent)
+                pickling.load(body, buffers=buffers, objects=sent)
             break
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
-            part, why = part_that_cannot_return(value, make, error)
+            part, why = culprits.part_that_cannot_return(value, make, error)
             if notice is None or leaves_whole or (part is value and not left):
-                raise TypeError(why) from cause(error)
+                raise TypeError(why) from culprits.cause(error)
             if part is value or id(part) in left or len(left) == _MAX_LEFT:
                 # An object cannot be made again without what it holds, as an Event without its
                 # lock: the whole of such an entry or attribute stays here.
                 leaves_whole = True
                 left.clear()
-                leaving[:] = direct_parts_that_cannot_return(value, make)
+                leaving[:] = culprits.direct_parts_that_cannot_return(value, make)
             else:
                 leaving.append((part, why))
             left.update((id(one), LeftInRank(why)) for one, why in leaving)
@@ -300,13 +288,13 @@ def pack_result(
 
 def numbers_in(result: Packed) -> tuple[int, ...]:
     """Return the numbers (:class:`Registry`) of the notebook's objects that a result contains."""
-    return tuple(load(result.buffers[0]))
+    return tuple(pickling.load(result.buffers[0]))
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:
     """Unpickle, in the notebook, what :func:`pack_result` packed in a rank."""
     _, body, buffers = _open_pickle(packed)
-    return load(body, buffers=buffers, objects=registry.objects)
+    return pickling.load(body, buffers=buffers, objects=registry.objects)
 
 
 def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> bytes | None:
@@ -332,7 +320,7 @@ def unpack_exception(data: bytes | None, registry: Registry) -> BaseException | 
     if data is None:
         return None
     try:
-        error = load(data, objects=registry.objects)
+        error = pickling.load(data, objects=registry.objects)
     except (Exception, SystemExit):  # a class that is not importable here, or that refuses
         return None
     return error if isinstance(error, BaseException) else None

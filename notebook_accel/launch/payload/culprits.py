@@ -12,15 +12,8 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.payload.pickling import (
-    CallPickler,
-    Discard,
-    Refused,
-    ResultPickler,
-    importing,
-    remedy_of,
-    used_globals,
-)
+from notebook_accel.launch.payload import pickling
+from notebook_accel.launch.payload.pickling import CallPickler, Refused, ResultPickler
 from notebook_accel.private import of_torch
 
 T = TypeVar("T")
@@ -68,7 +61,7 @@ def _find_culprit(
         if error is None:
             continue
         seen[id(value)] = value
-        is_whole = remedy_of(type(value)) is not None or len(seen) > _MAX_LOOKS
+        is_whole = pickling.remedy_of(type(value)) is not None or len(seen) > _MAX_LOOKS
         inside = [] if is_whole else list(islice(_parts(path, value, user), _MAX_PARTS))
         found = _find_culprit(inside, make, seen)
         if found is not None:
@@ -80,7 +73,7 @@ def _find_culprit(
 
 def _error_of(make: Callable[..., Any], value: Any) -> BaseException | None:
     try:
-        make(Discard(), lambda _buffer: None).dump(value)
+        make(pickling.Discard(), lambda _buffer: None).dump(value)
     except (Exception, SystemExit) as error:  # whatever a user's object does
         return error
     return None
@@ -88,7 +81,7 @@ def _error_of(make: Callable[..., Any], value: Any) -> BaseException | None:
 
 def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
     if isinstance(value, types.FunctionType):
-        for name, used in variables(value, used_globals(value)).items():
+        for name, used in variables(value, pickling.used_globals(value)).items():
             yield name, used, value.__name__
     elif isinstance(value, type):
         for name, member in vars(value).items():
@@ -209,7 +202,7 @@ def pickled(dump: Callable[[], T], refusal: Callable[[BaseException], LaunchErro
     try:
         return dump()
     except (Exception, SystemExit):  # whatever a user's object does to be pickled
-        with importing():
+        with pickling.importing():
             try:
                 return dump()
             except (Exception, SystemExit) as error:

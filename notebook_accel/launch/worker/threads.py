@@ -25,16 +25,8 @@ from typing import Any
 from notebook_accel import wire
 from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.worker import exiting, streams
+from notebook_accel.launch.worker import exiting, main, streams
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
-from notebook_accel.launch.worker.main import (
-    STACKS_SIGNAL,
-    Inherited,
-    Worker,
-    enter_notebook,
-    name_rank,
-    replace_libraries,
-)
 from notebook_accel.private import of_python
 from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
@@ -55,7 +47,7 @@ class Host:
         # What came along by fork is not this process's to call.
         of_python.forget_exit_functions()
 
-    def serve(self, inherited: Inherited, num_here: int, check: Callable[[], None]) -> None:
+    def serve(self, inherited: main.Inherited, num_here: int, check: Callable[[], None]) -> None:
         """Run the calling thread as a rank until there are no more calls.
 
         All ranks of the process must call this, each in its own thread: they wait for each other
@@ -79,18 +71,18 @@ class Host:
             exiting.finish(self._exit_code, self._ranks[0].context.notice)
         return self._exit_code
 
-    def _begin(self, first: Inherited) -> None:
+    def _begin(self, first: main.Inherited) -> None:
         # Once more after the fork, which has seeded Python's random numbers anew.
-        enter_notebook(first.launch)
-        name_rank(first)
+        main.enter_notebook(first.launch)
+        main.name_rank(first)
         streams.redirect(first.log, on_lost=lambda _: None)
         for name in ("stdout", "stderr"):
             stream = _RankStream(getattr(sys, name))
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        replace_libraries()
+        main.replace_libraries()
         faulthandler.enable(file=first.stacks, all_threads=False)
-        faulthandler.register(STACKS_SIGNAL, file=first.stacks, all_threads=True, chain=False)
+        faulthandler.register(main.STACKS_SIGNAL, file=first.stacks, all_threads=True, chain=False)
 
     def _interrupt(self, _number: int, _frame: Any) -> None:
         for hosted in self._ranks:
@@ -138,14 +130,14 @@ class _ThreadInterrupts(Interrupts):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
 
 
-class HostedRank(Worker):
+class HostedRank(main.Worker):
     """Runs one rank that shares its process with others, in the thread that calls ``serve``."""
 
     interrupts: _ThreadInterrupts
 
     def __init__(
         self,
-        inherited: Inherited,
+        inherited: main.Inherited,
         first: HostedRank | None,
         check: Callable[[], None],
         all_told: threading.Barrier,
