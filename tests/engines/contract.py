@@ -487,6 +487,7 @@ class EngineContract:
         run = self.launch(train, str(tmp_path), n=3, timeout=2 * BUSY)
         assert time.time() - max(run) < BUSY
         assert run.status == "succeeded"
+        assert any("atexit" in line and "was cut" in line for line in run.state.notices)
         left = sorted(path.name for path in tmp_path.glob("*-*"))
         assert left == ["nobody-gave-up", "tidied-0", "tidied-1", "tidied-2"]
 

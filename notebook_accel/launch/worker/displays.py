@@ -129,11 +129,12 @@ class _Outbox:
         self._bucket = TokenBucket(_BURST, _PER_SECOND)
         # The ids of what was sent, which alone can be replaced.
         self._sent: set[str] = set()
-        # By id, what is to replace it once it is its turn: of several, what came last.
-        self._waiting: dict[str, dict[str, str]] = {}
+        # What takes the place of something once it is its turn, with its id: of all that was
+        # displayed if ``_clears``, else of what has the id.
+        self._waiting: list[tuple[dict[str, str], str]] = []
+        self._clears = False
         self._turn = 0.0
-        # What was displayed since clear_output and waits for its turn too; None if nothing waits.
-        self._after_clear: list[tuple[dict[str, str], str]] | None = None
+        # Whether the next display begins anew (``clear_output(wait=True)``).
         self._clears_next = False
         # Whether there is anything to clear: what earlier calls displayed stays.
         self._has_shown = False
@@ -171,24 +172,23 @@ class _Outbox:
         else:
             # Another thread may be sending what waited for this id: this is newer, and comes after.
             with self._lock:
-                self._waiting.pop(display_id, None)
-                self._send_new(context, data, display_id)
+                self._waiting = [one for one in self._waiting if one[1] != display_id]
+                self._report(context, data, display_id)
 
     def _waits(self, data: dict[str, str], display_id: str, *, is_update: bool) -> bool:
         """Keep what takes the place of something until its turn; return whether this does."""
         with self._lock:
             if self._clears_next:
-                self._clears_next, self._after_clear = False, []
-            if self._after_clear is not None:
-                others = (one for one in self._after_clear if not is_update or one[1] != display_id)
-                self._after_clear = [*others, (data, display_id)][-_BURST:]
-            elif is_update and display_id in self._sent:
-                self._waiting[display_id] = data
-            else:
+                self._clears_next, self._clears, self._waiting = False, True, []
+            if not self._clears and not (is_update and display_id in self._sent):
                 return False
+            others = (one for one in self._waiting if not is_update or one[1] != display_id)
+            self._waiting = [*others, (data, display_id)]
+            if self._clears:
+                del self._waiting[:-_BURST]
             return True
 
-    def _send_new(
+    def _report(
         self, context: this_rank.LaunchedContext, data: dict[str, str], display_id: str, **how: bool
     ) -> None:
         self._sent.add(display_id)
@@ -200,11 +200,9 @@ class _Outbox:
         if not isinstance(context, this_rank.LaunchedContext) or not context.is_own_process:
             return
         with self._lock:
-            self._clears_next = self._has_shown or bool(self._after_clear)
+            self._clears_next = self._has_shown or (self._clears and bool(self._waiting))
             if self._clears_next and not wait:
-                self._has_shown = False
-                self._waiting.clear()
-                self._after_clear = []
+                self._has_shown, self._clears, self._waiting = False, True, []
                 context.report(wire.Displayed, data={}, clears=True)
 
     def end_call(self) -> None:
@@ -220,20 +218,17 @@ class _Outbox:
         if not isinstance(context, this_rank.LaunchedContext) or not context.is_own_process:
             return
         with self._lock:
-            new, self._after_clear = self._after_clear or [], None
-            # Updates that wait are older than a clear_output that does.
-            waiting, self._waiting = {} if new else self._waiting, {}
-            if waiting or new:
-                size = sum(map(_size, [*waiting.values(), *(data for data, _ in new)]))
+            waiting, self._waiting = self._waiting, []
+            clears, self._clears = self._clears, False
+            if waiting:
+                size = sum(_size(data) for data, _ in waiting)
                 self._turn = time.monotonic() + max(_REPLACE_SECONDS, size / _MAX_BYTES)
-            for index, (data, display_id) in enumerate(new):
-                self._send_new(context, data, display_id, clears=index == 0)
-            if new:
-                # These take the place of others: what is in sight does not grow.
-                self._bucket = TokenBucket(_BURST, _PER_SECOND)
-            for display_id, data in waiting.items():
-                context.report(wire.Displayed, data=data, display_id=display_id, replaces=True)
-                self._has_shown = True
+                if clears:
+                    # These take the place of others: what is in sight does not grow.
+                    self._bucket = TokenBucket(_BURST, _PER_SECOND)
+            for index, (data, display_id) in enumerate(waiting):
+                how = {"clears": index == 0} if clears else {"replaces": True}
+                self._report(context, data, display_id, **how)
 
 
 _outbox = _Outbox()

@@ -124,34 +124,6 @@ def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(
     assert agent.wait_for(wire.Returned, 2).lost_group
 
 
-# ---- what is believed --------------------------------------------------------------------------
-
-
-def test_a_message_about_an_old_call_does_nothing(agent: AgentByHand) -> None:
-    agent.launch(1)
-    agent.call(lambda: None)
-    agent.wait_for(wire.Returned)
-    agent.call(lambda: time.sleep(0.3))
-    for kind in (wire.Interrupt, wire.Terminate, wire.Kill):
-        agent.say(kind, call=1)
-    assert agent.wait_for(wire.Returned, 2).call == 2
-
-
-def test_a_rank_cannot_speak_for_another(agent: AgentByHand) -> None:
-    def pretend() -> None:
-        from notebook_accel.rank import this_rank
-
-        context: Any = this_rank.current()
-        context.send(wire.Notice(call=context.call, rank=1, text="I am rank 1"))
-        context.send(wire.RankEnded(rank=1, exitcode=0))
-
-    agent.launch(2)
-    agent.call(lambda: pretend() if os.environ["RANK"] == "0" else None)
-    agent.all_of(wire.Returned, 2)
-    assert [m.rank for m in agent.heard if isinstance(m, wire.Notice)] == [0]
-    assert not any(isinstance(message, wire.RankEnded) for message in agent.heard)
-
-
 # ---- an end that somebody asks for ---------------------------------------------------------------
 
 

@@ -19,13 +19,12 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import local
 from notebook_accel.launch.engines.engine import RankPlan
-from notebook_accel.launch.engines.local import LocalEngine, fork_agent
+from notebook_accel.launch.engines.local import LocalEngine
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.rank_environment import ON_CPU, WITHOUT_DEVICES
-from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes
-from tests.engines.processes import below, gone
+from tests.engines.processes import gone
 from tests.waiting import eventually
 
 SECONDS = 60.0
@@ -162,21 +161,6 @@ def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ---- the agent -----------------------------------------------------------------------------
-
-
-def test_a_link_knows_its_ranks_ends_its_agent_and_says_how_that_ended() -> None:
-    (ranks,) = RankPlan.of_sizes(2).agents
-    # Agents of launches before may still be ending.
-    before = {child.pid for child in below(template().pid)}
-    link = fork_agent(request().environment, ranks, run=uuid4().hex)
-    (agent,) = {child.pid for child in below(template().pid)} - before
-    assert link.rank_numbers == (0, 1)
-    link.kill()
-    eventually(lambda: gone([agent]), within=SECONDS, what="the agent is gone")
-    end = link.how_it_ended()
-    link.channel.close()
-    assert end is not None
-    assert end.how == f"(pid {agent}) was killed by SIGKILL"
 
 
 def test_the_number_of_an_agent_that_has_ended_may_be_another_s() -> None:

@@ -130,19 +130,6 @@ threads = [threading.Thread(target=work, args=(n,)) for n in (3, 4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """,
-    "maps": """
-from tqdm.contrib import tenumerate, tzip
-from tqdm.contrib.concurrent import thread_map
-list(tenumerate([1, 2], desc="enumerate"))
-list(tzip([1, 2, 3], [4, 5, 6], desc="zip"))
-facts["mapped"] = thread_map(abs, [-1, -2], desc="map", max_workers=2)
-""",
-    "pandas": """
-import pandas
-from tqdm import tqdm
-tqdm.pandas(desc="apply")
-facts["applied"] = pandas.Series([1, 2, 3]).progress_apply(lambda x: x + 1).tolist()
-""",
     "child": """
 from tqdm import tqdm
 outer = tqdm(total=5, desc="parent")
@@ -207,8 +194,6 @@ def played() -> dict[str, dict[str, Any]]:
         ("write", [["loop", 3, 3, True]]),
         ("own file", [["out", 3, 3, True]]),
         ("disabled", []),
-        ("maps", [["enumerate", 2, 2, True], ["zip", 3, 3, True], ["map", 2, 2, True]]),
-        ("pandas", [["apply", 3, 3, True]]),
         ("child", [["parent", 2, 5, True]]),
         ("fast", [["fast", 20000, 20000, True]]),
         ("dropped", [["dropped", 1, 5, True]]),
@@ -235,8 +220,6 @@ def test_bars_do_beside_what_they_did(played: dict[str, Any]) -> None:
     assert (played["subclass"]["updated"], played["subclass"]["displayed"]) == (10, True)
     postfix = played["manual"]["postfix"]
     assert (postfix[0], postfix[-1]) == ("", "loss=0.5")
-    assert played["maps"]["mapped"] == [1, 2]
-    assert played["pandas"]["applied"] == [2, 3, 4]
 
 
 def test_neither_a_forked_child_nor_a_bar_that_is_refreshed_at_every_step_floods(

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import subprocess
 import sys
-import time
-
-from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.view import View
-from tests.launches import launch
 
 _PROGRAM = """
 import time
@@ -32,14 +26,3 @@ def test_the_tracker_of_shared_memory_is_not_waited_for() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.7, "a second is what children get that have to be asked"
-
-
-def test_work_of_atexit_that_is_cut_is_told() -> None:
-    def train() -> int:
-        atexit.register(time.sleep, 600)
-        return 5
-
-    config = LaunchConfig(num_processes=1, devices="cpu")
-    run = launch(train, config=config, view=View())
-    assert run[0] == 5
-    assert [line for line in run.state.notices if "atexit" in line and "was cut" in line]
