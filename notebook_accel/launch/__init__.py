@@ -13,7 +13,7 @@ names a file below ``notebook_accel/`` and what runs there; it hands over to the
         launch/control/call.py         RankCall.sent: has the call sent; then the run is shown
         launch/control/pool.py         RankPool: sends each agent wire.BeginCall
     in the agent
-        launch/agent/agent.py          main: forks the ranks; _begin_call: sends each the call
+        launch/agent/__init__.py       main: forks the ranks; _begin_call: sends each the call
     in each rank
         launch/worker/main.py          main, serve_calls: reads the call; _run: calls f
     back, through the same files: the agent relays what its ranks say (wire.Returned, ...)

@@ -14,7 +14,7 @@ from typing import Any
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.run_state import TrialOf
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.setup.steps import Step
+from notebook_accel.launch.setup import Step
 from notebook_accel.launch.view import View
 from notebook_accel.wire import KnobValue
 

@@ -35,8 +35,7 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import RESCUED, ProcessState, starting
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.detached import check_can_detach, launch_detached
-from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.engines.engine import Engine, RankPlan
+from notebook_accel.launch.engines import Engine, RankPlan, engine_for
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.payload import PackedCall, Registry, pack_call

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch import setup
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.setup import libraries, steps
-from notebook_accel.launch.setup.steps import Path, Step
+from notebook_accel.launch.setup import Path, Step, libraries
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.text.used_names import parsed
 
@@ -67,11 +67,11 @@ def read_setup(shell: InteractiveShell | None) -> tuple[list[Step], tuple[str, .
     ]
     for key, label, module, do, *arguments in (*states, *_repeated(shell, lost)):
         try:
-            packed[key] = steps.pack_step(key, label, module, do, *arguments)
+            packed[key] = setup.pack_step(key, label, module, do, *arguments)
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
             lost.append(f"`{label}` ({one_line(str(error) or type(error).__name__, 80)})")
     everywhere = [
-        steps.pack_step(key, source.label, "", steps.run_cell, code, source)
+        setup.pack_step(key, source.label, "", setup.run_cell, code, source)
         for key, (code, source) in EVERYWHERE.items()
     ]
     new = [text for text in lost if text not in _told]
@@ -92,7 +92,7 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
         for found in _statements(text):
             if not found.root:
                 # Its effect may be all that is wanted of it.
-                place = "importlib", steps.call, ("import_module",)
+                place = "importlib", setup.call, ("import_module",)
                 yield (found.label, found.label, *place, found.path, {})
                 continue
             root = _root(namespace.get(found.root))
@@ -100,19 +100,19 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
                 continue
             name, path = root[0], (*root[1], *found.path)
             try:
-                value = steps.value_at(sys.modules[name], path)
+                value = setup.value_at(sys.modules[name], path)
             except (AttributeError, LookupError, TypeError):
                 continue  # it was taken back, or the cell ended before it
             dotted = ".".join([name, *(str(part) for part in path)])
             if found.called is None:
                 if not dotted.startswith(_NOT_SET):
-                    yield dotted, found.label, name, steps.assign, path, value
+                    yield dotted, found.label, name, setup.assign, path, value
                 continue
             qualified = getattr(value, "__qualname__", "") or type(value).__qualname__
             names = (dotted, f"{getattr(value, '__module__', '')}.{qualified}")
             arguments = _arguments(found.called, namespace)
             if arguments is not None and libraries.is_repeated(*names):
-                yield f"{dotted} {found.label}", found.label, name, steps.call, path, *arguments
+                yield f"{dotted} {found.label}", found.label, name, setup.call, path, *arguments
             elif libraries.is_repeated(*names) or libraries.is_unknown_setter(*names):
                 lost.append(f"`{found.label}`")
 

@@ -1,7 +1,7 @@
 """How the files of runs are opened, so that another user can put none in their place.
 
 The log file of a rank, which has all its output, is in the folder of its run, or on a machine that
-does not see this folder in one of the machine's agent (``agent/agent.py``).
+does not see this folder in one of the machine's agent (``launch/agent``).
 """
 
 from __future__ import annotations

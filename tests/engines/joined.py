@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config.engines import ENGINES, EngineKind
 from notebook_accel.errors import LaunchError
+from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.engines.elastic import ElasticEngine, join
-from notebook_accel.launch.engines.engine import RankPlan
 
 if TYPE_CHECKING:
     from notebook_accel.launch.launch_request import LaunchRequest

@@ -17,7 +17,7 @@ import psutil
 from notebook_accel import wire
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.pool import AgentEnd, AgentLink
-from notebook_accel.launch.engines.engine import RankPlan
+from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.frames import FramedChannel

@@ -4,7 +4,7 @@
       .kernel-3f2a…            lock file of one kernel process, locked while that process lives
       20260131-120000-1a2b3c/  one run, readable by its owner alone
         .live                  name of the lock file of the kernel that still uses the run
-        rank-0.log, …          all output of each rank, as its agent writes it (agent/agent.py)
+        rank-0.log, …          all output of each rank, as its agent writes it (launch/agent)
         metrics.jsonl          values given to accelerator.log (metrics_file.py)
         config.yaml            settings of the launch
         begin.msgpack          the first RunState

@@ -32,7 +32,7 @@ from notebook_accel.config import LaunchConfig, shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.pool import AgentLink
-from notebook_accel.launch.engines.engine import RankPlan
+from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent
 from notebook_accel.launch.engines.machines import (
     JoinedMachine,

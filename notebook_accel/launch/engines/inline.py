@@ -18,7 +18,7 @@ from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_state import Failure, apply
-from notebook_accel.launch.engines.engine import Engine, RankPlan
+from notebook_accel.launch.engines import Engine, RankPlan
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Registry
 from notebook_accel.launch.payload.cells import name_cells

@@ -33,7 +33,7 @@ from notebook_accel.launch.control.call import Call, NewCall, RankCall
 from notebook_accel.launch.control.pool import AgentEnd, AgentLink, RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import ProcessState
-from notebook_accel.launch.engines.engine import Engine, RankPlan
+from notebook_accel.launch.engines import Engine, RankPlan
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall
 from notebook_accel.launch.rank_environment import (

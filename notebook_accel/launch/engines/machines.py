@@ -31,7 +31,7 @@ from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.pool import AgentEnd, AgentLink
-from notebook_accel.launch.engines.engine import RankPlan
+from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.engines.local import AgentEngine, abandon, may_have_libraries
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.rank_environment import (

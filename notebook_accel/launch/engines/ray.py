@@ -22,8 +22,8 @@ import psutil
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
+from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.engines.elastic import join
-from notebook_accel.launch.engines.engine import RankPlan
 from notebook_accel.launch.engines.machines import (
     JoinedMachine,
     MachinesEngine,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from notebook_accel import tpu
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch.engines.engine import RankPlan
+from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine
 from notebook_accel.launch.launch_request import LaunchRequest
 

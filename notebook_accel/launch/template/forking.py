@@ -61,7 +61,7 @@ def end_everything(runs: Mapping[int, str] | None = None) -> None:
 
 def run_agent(message: wire.ForkAgent, fd: int, kernel: int) -> None:
     """Run the agent of a run in this process, in a session of its own."""
-    from notebook_accel.launch.agent import agent
+    from notebook_accel.launch import agent
 
     os.setsid()
     # The template, which would end this process with the kernel, may be gone itself.

@@ -38,7 +38,7 @@ from notebook_accel.system import limits, processes, scratch
 _PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing"),
     *("multiprocessing.synchronize", "torch.nn.parallel", "torch.utils.data", "numpy"),
-    *("encodings.idna", "cloudpickle", "psutil", "tqdm.auto", "notebook_accel.launch.agent.agent"),
+    *("encodings.idna", "cloudpickle", "psutil", "tqdm.auto", "notebook_accel.launch.agent"),
     *("notebook_accel.launch.setup.libraries", "notebook_accel.launch.worker.bars"),
     *("notebook_accel.training.accelerator", "notebook_accel.training.strategies.ddp"),
 )

@@ -17,8 +17,7 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.engines import local
-from notebook_accel.launch.engines.engine import RankPlan
+from notebook_accel.launch.engines import RankPlan, local
 from notebook_accel.launch.engines.local import LocalEngine
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.rank_environment import ON_CPU, WITHOUT_DEVICES
