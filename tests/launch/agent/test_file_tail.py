@@ -1,18 +1,15 @@
-"""Following a growing file, and what a process prints through every door."""
+"""Following a growing file."""
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from notebook_accel.launch.agent.file_tail import FileTail
-from notebook_accel.system.own_files import log_path
 
 LIVE = 32_768
 
@@ -44,15 +41,6 @@ def test_what_is_new_comes_once(growing: Growing) -> None:
     assert growing.tail.read() == ("", 0)
     assert growing.then("two\nthr") == ("two\nthr", 0)
     assert growing.then("ee") == ("ee", 0)
-
-
-@pytest.mark.parametrize("character", ["ü", "€", "🤗"])
-def test_a_character_that_comes_in_pieces(growing: Growing, character: str) -> None:
-    data = f"a{character}{character}b".encode()
-    for cut in range(1, len(data)):
-        texts = [growing.then(data[:cut])[0], growing.then(data[cut:])[0]]
-        assert "".join(texts) == f"a{character}{character}b", cut
-        assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts)
 
 
 def test_any_text_cut_anywhere(growing: Growing) -> None:
@@ -104,43 +92,3 @@ def test_a_file_that_was_cut_short_is_read_from_its_start(growing: Growing) -> N
     text, _ = growing.tail.read()
     assert text.count("\n") == 1, "said too where nothing was printed since"
     assert growing.tail.read() == ("", 0)
-
-
-_PRINTS = """
-import ctypes, logging, os, subprocess, sys, warnings
-from notebook_accel.launch.worker.streams import redirect
-redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND), on_lost=lambda _: None)
-print("python")
-print("no newline ", end="", flush=True)
-sys.stderr.write("error\\n")
-ctypes.CDLL(None).puts(b"from C")
-os.write(1, b"descriptor\\n")
-subprocess.run(["sh", "-c", "echo child; echo child error >&2"])
-print("f\\xfcr \\ud800", file=sys.__stdout__)
-logging.warning("logged")
-warnings.warn("warned")
-sys.stdout.write("last words\\n")
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_every_door_leads_to_the_file_in_order(tmp_path: Path) -> None:
-    path = log_path(tmp_path, 0)
-    done = subprocess.run(
-        [sys.executable, "-c", _PRINTS, str(path)], capture_output=True, check=False
-    )
-    assert (done.stdout, done.stderr) == (b"", b"")
-    lines = path.read_text().splitlines()
-    assert lines[:6] == [
-        "python",
-        "no newline error",
-        "from C",
-        "descriptor",
-        "child",
-        "child error",
-    ]
-    assert lines[6].startswith("für ")
-    assert "logged" in lines[7]
-    assert "warned" in lines[8]
-    assert lines[-1] == "last words"
-    assert os.path.basename(path) == "rank-0.log"

@@ -1,4 +1,4 @@
-"""A plan numbers the ranks over all agents; a run is listed once its call can be ended."""
+"""A run is listed once its call can be ended; no agent outlives a start that fails."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.engines import RankPlan, local
 from notebook_accel.launch.engines.local import AgentEngine
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.pool import AgentLink
-
-
-def test_ranks_are_numbered_over_all_agents() -> None:
-    plan = RankPlan.of_sizes(2, 1, environment={"A": "b"}, notices=("line",))
-    assert plan.agents == (
-        (RankSpec(rank=0, local_rank=0), RankSpec(rank=1, local_rank=1)),
-        (RankSpec(rank=2, local_rank=0),),
-    )
-    assert (plan.world_size, plan.environment, plan.notices) == (3, {"A": "b"}, ("line",))
 
 
 def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
