@@ -63,7 +63,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
     """A pickled value in the form that messages carry: inline, or in a memory segment sent along.
 
-    ``payload/packets.py`` converts values to packets and back.
+    ``launch/payload`` converts values to packets and back.
 
     Attributes:
         sizes: length in bytes of each buffer of the pickle.

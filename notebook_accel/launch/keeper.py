@@ -27,8 +27,7 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.launcher import launch_packed
-from notebook_accel.launch.payload import PackedCall, pack_exception
-from notebook_accel.launch.payload.packets import Parcel
+from notebook_accel.launch.payload import PackedCall, Parcel, pack_exception
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.transport import user_socket

@@ -41,8 +41,8 @@ class FileTail:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
-        # Keeps the bytes of a character that is not whole yet.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # The bytes of a character that is not whole yet.
+        self._rest = b""
         self._is_within_line = False
         self.start = self.position = 0
 
@@ -62,20 +62,20 @@ class FileTail:
         size, before, skipped = os.fstat(self.fileno()).st_size, "", 0
         if size < self._file.tell():
             self._file.seek(0)
-            self._decoder.reset()
-            self.position = 0
+            self._rest, self.position = b"", 0
             before = "\n" * self._is_within_line + _ERASED
         self.start = self.position
         is_cut = False
-        data, left = self._decoder.getstate()[0], size - self._file.tell()
-        self._decoder.reset()
+        data, left = self._rest, size - self._file.tell()
         while left > 0 and (part := self._file.read(min(left, _CHUNK_BYTES))):
             left -= len(part)
             data, more, within_line = _newest(data + part)
             skipped += more
             is_cut = is_cut if within_line is None else within_line
-        text = before + _CUT * is_cut + self._decoder.decode(data, final)
-        self.position = self._file.tell() - len(self._decoder.getstate()[0])
+        decoded, num_used = codecs.utf_8_decode(data, "replace", final)
+        self._rest = data[num_used:]
+        text = before + _CUT * is_cut + decoded
+        self.position = self._file.tell() - len(self._rest)
         if text:
             self._is_within_line = not text.endswith("\n")
         return text, skipped

@@ -57,8 +57,7 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import RESCUED, Failure, RunState, apply, starting
 from notebook_accel.launch.control.stacks import crash_text, stacks_text
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
-from notebook_accel.launch.payload import PackedCall
-from notebook_accel.launch.payload.packets import Parcel
+from notebook_accel.launch.payload import PackedCall, Parcel
 from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.system.interrupts import Latch, Presses, held

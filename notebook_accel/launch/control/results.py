@@ -18,7 +18,7 @@ from typing import Any
 from notebook_accel import wire
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.run_folder import lost_files_notice
-from notebook_accel.launch.payload.packets import Packed, unpack
+from notebook_accel.launch.payload import Packed, unpack
 from notebook_accel.system.own_files import own_file
 
 

@@ -4,6 +4,15 @@
     pack_call -> PackedCall --Parcel--> Packed --> unpack_call -> UnpackedCall
     unpack_result, unpack_exception <- Packed, bytes - pack_result, pack_exception
 
+A pickled value goes into a message by :func:`pack`, and comes out of it by :func:`unpack`::
+
+    Packed --pack--> (wire.Packet, descriptors) ==channel==> unpack --> Packed
+
+A small value is copied into the message. A large value is written to one memory segment
+(system/segment.py), whose descriptor is sent with the message: all processes of a machine share one
+copy, mapped copy-on-write. A channel to another machine sends the segment's bytes, and the receiver
+makes a segment of them (transport/frames.py). Code that packs or unpacks is the same in both cases.
+
 The buffers of a :class:`Packed` are views of the memory of CPU tensors, not copies; only small
 views of large storages are copied, in results. Nothing here checks who sent a pickle: the sender
 was authenticated when the connection was made.
@@ -12,6 +21,7 @@ was authenticated when the connection was made.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import sys
@@ -19,19 +29,45 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
+from notebook_accel import wire
 from notebook_accel.launch.payload import cells, culprits, pickling
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.payload.packets import Packed, Parcel, pack
 from notebook_accel.launch.payload.pickling import CallPickler, LeftInRank, ResultPickler
+from notebook_accel.system import segment
 
 # Not as a part of the path of a file.
 _TORCH = re.compile(rb"(?<![\w/.-])torch\b")
+# Up to this size a value is copied into the message that it belongs to. For a small value the ten
+# system calls of a segment cost more than the copies.
+MAX_INLINE_BYTES = 1 << 16
 # Parts of a result that may be left in the rank: for each, the whole result is pickled once more.
 _MAX_LEFT = 10
 
 P = TypeVar("P", CallPickler, ResultPickler)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A pickled value; the memory of its tensors and arrays is outside of the pickle (out of band).
+
+    Attributes:
+        buffers: first a pickle: of a call, the sources of the notebook cells that define its
+            functions, and what ranks do before they unpickle it; of a result, the numbers of the
+            notebook's objects in it. Then the memory of each tensor and array; last, the pickle
+            itself. All are contiguous views of bytes.
+    """
+
+    buffers: tuple[memoryview, ...] = ()
+
+
+class Parcel:
+    """A packet with its descriptors, which are closed by ``close``, or with this object."""
+
+    def __init__(self, packet: wire.Packet, fds: Iterable[int] = ()) -> None:
+        self.packet, self.fds = packet, tuple(fds)
+        self.close = finalize(self, _close, self.fds)
 
 
 @dataclass
@@ -324,3 +360,45 @@ def unpack_exception(data: bytes | None, registry: Registry) -> BaseException | 
     except (Exception, SystemExit):  # a class that is not importable here, or that refuses
         return None
     return error if isinstance(error, BaseException) else None
+
+
+# ---- into messages, and out of them ---------------------------------------------------------
+
+
+def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
+    """Convert a pickled value into a packet (a field for a message) and descriptors.
+
+    Returns:
+        The packet, and the descriptor of its segment if it is large, which the caller closes.
+
+    Raises:
+        OSError: the machine is out of memory or of descriptors.
+    """
+    sizes = tuple(buffer.nbytes for buffer in packed.buffers)
+    if sum(sizes) <= MAX_INLINE_BYTES:
+        return wire.Packet(sizes=sizes, inline=tuple(map(bytes, packed.buffers))), ()
+    return wire.Packet(sizes=sizes), (segment.seal(packed.buffers),)
+
+
+def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
+    """Return the pickled value of a received packet; the inverse of :func:`pack`.
+
+    Raises:
+        ValueError: buffers are missing, or the descriptor is no valid segment for them.
+        OSError: the segment could not be mapped.
+    """
+    try:
+        if fds:
+            buffers = segment.attach(fds[0], packet.sizes)
+        else:
+            buffers = tuple(memoryview(bytearray(part)) for part in packet.inline)
+    finally:
+        _close(fds)
+    if len(buffers) != len(packet.sizes):
+        raise ValueError(f"a packet of {len(packet.sizes)} buffers came with {len(buffers)}")
+    return Packed(buffers)
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

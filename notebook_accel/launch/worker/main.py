@@ -40,8 +40,7 @@ from notebook_accel import tpu, wire
 from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.errors import LaunchError, RunStopped
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.packets import Packed, pack, unpack
+from notebook_accel.launch.payload import Packed, cells, pack, unpack
 from notebook_accel.launch.setup import take_over
 from notebook_accel.launch.setup.notebook_state import apply_notebook_state
 from notebook_accel.launch.template.prepared_libraries import OF_TEMPLATE, is_library, modules_of

@@ -22,7 +22,7 @@ from notebook_accel.launch.control.pool import AgentEnd, AgentLink, RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.payload.packets import pack
+from notebook_accel.launch.payload import pack
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.view import View
 

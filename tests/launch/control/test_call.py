@@ -17,7 +17,7 @@ from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch import payload, run_list
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
-from notebook_accel.launch.payload.packets import pack
+from notebook_accel.launch.payload import pack
 from notebook_accel.launch.run import Run
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 from tests.waiting import eventually

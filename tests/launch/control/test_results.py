@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from notebook_accel.launch.control.results import StoredResults
-from notebook_accel.launch.payload import pack_result
-from notebook_accel.launch.payload.packets import pack
+from notebook_accel.launch.payload import pack, pack_result
 from tests.descriptors import open_descriptors
 
 

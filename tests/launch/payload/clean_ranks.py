@@ -19,8 +19,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.packets import unpack
+from notebook_accel.launch.payload import cells, unpack
 from notebook_accel.system import segment
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.payload.packets import Packed, pack, unpack
+from notebook_accel.launch.payload import Packed, pack, unpack
 from notebook_accel.launch.transport.channel import decode, encode
 from tests.descriptors import open_descriptors
 

@@ -15,7 +15,7 @@ import torch
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload.packets import pack
+from notebook_accel.launch.payload import pack
 from notebook_accel.private import of_libraries
 from tests.launch.payload.clean_ranks import Notebook, Raised, opened
 

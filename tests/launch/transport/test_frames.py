@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.payload.packets import Packed, pack, unpack
+from notebook_accel.launch.payload import Packed, pack, unpack
 from notebook_accel.launch.transport.channel import ProtocolError, encode
 from notebook_accel.launch.transport.frames import FramedChannel
 from tests.descriptors import open_descriptors

@@ -16,7 +16,7 @@ from notebook_accel import wire
 from notebook_accel.actions.scoreboard import RankRow, Scoreboard
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload.packets import MAX_INLINE_BYTES, pack
+from notebook_accel.launch.payload import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import groups, main
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
