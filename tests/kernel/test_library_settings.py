@@ -52,7 +52,6 @@ locale.setlocale(locale.LC_NUMERIC)         <- locale.setlocale(locale.LC_NUMERI
 logging.getLogger("httpx").level            <- logging.getLogger("httpx").setLevel(logging.ERROR)
 torch.get_num_threads()                     <- torch.set_num_threads(3)
 torch.multiprocessing.get_sharing_strategy() <- set_sharing_strategy("file_system")
-torch.get_default_dtype()                   <- torch.set_default_dtype(torch.float64)
 torch.is_deterministic_algorithms_warn_only_enabled() <- set_deterministic(True, warn_only=True)
 torch.is_anomaly_check_nan_enabled()        <- set_detect_anomaly(True, check_nan=False)
 torch.get_float32_matmul_precision()        <- torch.set_float32_matmul_precision("high")
