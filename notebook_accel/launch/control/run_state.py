@@ -177,7 +177,7 @@ class RankState(wire.Usage):
 
     @property
     def trained(self) -> int:
-        """Number of batches and steps so far: 0 before the rank trains, and growing while it does."""
+        """Number of batches and steps so far: 0 before the rank trains, and it grows then."""
         return self.batches + self.steps
 
 
