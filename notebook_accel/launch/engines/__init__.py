@@ -45,13 +45,8 @@ from notebook_accel.launch.payload import PackedCall
 # Arguments of Accelerate's notebook_launcher that only a launch over several machines reads. Here
 # they are accepted, and a line says that they are not used (`Engine.unused`).
 _OF_SEVERAL_MACHINES = (
-    "master_addr",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_conf",
-    "rdzv_id",
-    "monitor_interval",
-    "log_line_prefix_template",
+    *("master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"),
+    *("monitor_interval", "log_line_prefix_template"),
 )
 
 

@@ -32,7 +32,7 @@ from notebook_accel.config import LaunchConfig, shares_devices
 from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.pool import AgentLink
-from notebook_accel.launch.engines import RankPlan
+from notebook_accel.launch.engines import Engine, RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent
 from notebook_accel.launch.engines.machines import (
     JoinedMachine,
@@ -82,13 +82,7 @@ class ElasticEngine(MachinesEngine):
     """
 
     description = "engine='elastic', which finds its machines by `notebook-accel join`"
-    unused = (
-        "rdzv_backend",
-        "rdzv_conf",
-        "rdzv_id",
-        "monitor_interval",
-        "log_line_prefix_template",
-    )
+    unused = tuple({*Engine.unused} - {"master_addr", "rdzv_endpoint"})
 
     def __init__(self) -> None:
         super().__init__()

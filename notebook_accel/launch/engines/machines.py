@@ -356,10 +356,8 @@ class MachinesEngine(AgentEngine):
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
         """Return the plan of the ranks of a restart, on the machines that are still connected."""
-        if self._server is None:
-            return super().plan_again(request)
-        machines = [machine for machine in self._server.machines if machine.link.is_open]
-        return self._plan_on(machines, request)
+        joined = [] if self._server is None else self._server.machines
+        return self._plan_on([machine for machine in joined if machine.link.is_open], request)
 
     def close(self, outcome: str = "failed") -> None:
         if self._server is not None:
