@@ -12,6 +12,7 @@ import contextlib
 import copyreg
 import functools
 import io
+import mmap
 import os
 import pickle
 import sys
@@ -502,6 +503,24 @@ def _reduce_file(file: io.TextIOWrapper) -> Any:
     return NotImplemented
 
 
+def _reduce_mapped_array(array: Any) -> Any:
+    """Have a rank map the file again: the file may be larger than the memory.
+
+    An array whose file is gone, or does not have its values, goes by value.
+    """
+    whole = array
+    while isinstance(whole.base, type(array)):  # a slice has the file's name, and a wrong offset
+        whole = whole.base
+    order = "C" if array.flags.c_contiguous else "F"
+    is_mapped = isinstance(whole.base, mmap.mmap) and array.size and array.flags.forc
+    if not is_mapped or array.mode == "c" or not os.path.exists(array.filename or ""):
+        return NotImplemented
+    offset = whole.offset + array.ctypes.data - whole.ctypes.data
+    # Mode "w+" would empty the file.
+    mode = "r" if array.mode == "r" else "r+"
+    return type(array), (array.filename, array.dtype, mode, offset, array.shape, order)
+
+
 def _refuse(remedy: str) -> Callable[[Any], Any]:
     def refuse(_value: Any) -> Any:
         raise Refused(remedy)
@@ -540,6 +559,8 @@ class CallPickler(_Pickler):
 
     def _route(self, kind: type) -> Callable[[Any], Any]:
         route = super()._route(kind)
+        if issubclass(kind, getattr(sys.modules.get("numpy"), "memmap", ())):
+            return _reduce_mapped_array
         if not self._importable or remedy_of(kind):
             return route
         return functools.partial(self._reduce_to_name, route)

@@ -515,6 +515,45 @@ def test_a_big_tensor_is_never_copied_into_the_pickle(
     assert not notebook["big"].any()
 
 
+def test_an_array_mapped_from_a_file_is_mapped_by_the_rank(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # nanoGPT's notebooks map their tokens in a cell; the file is often larger than the memory.
+    monkeypatch.chdir(tmp_path)
+    notebook.cell("""
+        import numpy as np
+        from pathlib import Path
+        folder = Path()
+        np.arange(6_000_000, dtype=np.uint16).tofile(folder / "train.bin")
+        tokens = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r")
+        val = tokens[5_000_000:]
+        np.save(folder / "rows.npy", np.arange(6_000_000.0).reshape(2_000_000, 3))
+        rows = np.load(folder / "rows.npy", mmap_mode="r")
+        turned = np.memmap(folder / "turned", np.float32, "w+", shape=(3, 2), order="F")
+        turned[2, 1] = 5
+        def train():
+            turned[0, 0] = 7
+            return [int(tokens[65_535]), int(val[1]), len(val), rows[1_999_999].tolist(),
+                    turned[2].tolist(), type(val).__name__, tokens.flags.writeable]
+    """)
+    assert sum(view.nbytes for view in opened(notebook.pack("train")).buffers) < 20_000
+    expected = [65_535, 5_000_001 % 65_536, 1_000_000, [5_999_997, 5_999_998, 5_999_999]]
+    assert notebook.launch("train") == [*expected, [0, 5], "memmap", False]
+    assert notebook["turned"][0, 0] == 7
+
+    # These cannot be mapped again: private changes, a step, and a file that is gone.
+    notebook.cell("""
+        private = np.memmap(folder / "train.bin", dtype=np.uint16, mode="c")
+        private[0] = 9
+        steps = tokens[:10:2]
+        gone = np.memmap(folder / "gone", np.uint8, "w+", shape=4)
+        (folder / "gone").unlink()
+        def train():
+            return int(private[0]), steps.tolist(), gone.tolist()
+    """)
+    assert notebook.launch("train") == (9, [0, 2, 4, 6, 8], [0, 0, 0, 0])
+
+
 def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
     notebook.cell("""
         import os, torch
