@@ -254,6 +254,7 @@ def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook: Notebook
     expect(clone).to_contain_text("pale: trains (lr=0.3", timeout=60_000)
     expect(clone.locator(".na-charts path")).to_have_count(2)
     expect(clone).to_have_count(1)
+    _check_in_windows(notebook, (600,), _CLONE_HAS_ONE_LINE_OF_BUTTONS)
     output.get_by_role("button", name="Stop").first.click()
     # The summary stands above the clone's panel, which goes on.
     output.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
@@ -927,6 +928,12 @@ _HAS_COLUMNS = """() => {
     && (fits || getComputedStyle(box).overflowX === 'auto') && (fits || area.width < 400)
     && heads[2].left + 90 < room.right && rows.length && rows.every((row) =>
       row.every((cell, index) => cell.top === row[0].top && cell.left === heads[index].left));
+}"""
+
+
+_CLONE_HAS_ONE_LINE_OF_BUTTONS = """() => {
+  const clone = document.querySelector('.na-below .na-panel');
+  return clone.clientWidth < 560 && clone.querySelector('.na-buttons').clientHeight < 50;
 }"""
 
 

@@ -135,24 +135,6 @@ def test_the_code_and_the_yaml_of_an_infinite_number_mean_it() -> None:
     assert LaunchConfig(**yaml.safe_load(as_yaml(config))) == config
 
 
-def test_a_bad_value_is_told_beside_its_field_and_nothing_can_be_launched() -> None:
-    form = Form()
-    form.field("num_processes").value = "zero"
-    assert "expected a whole number" in form.note("num_processes")
-    with pytest.raises(ConfigError):
-        form.picker.config  # noqa: B018
-    assert form.save.disabled
-    assert form.launch.disabled
-    form.field("num_processes").value = "2"
-    assert "expected" not in form.note("num_processes")
-    assert form.picker.config == LaunchConfig(num_processes=2)
-    assert not form.save.disabled
-    assert "Define a function in a cell" in form.message.value
-    # Two settings that do not go together.
-    form.field("engine").value = "inline"
-    assert "engine=&#39;inline&#39; has 1 rank" in form.note("engine")
-
-
 # What a person types that makes no sense, field by field.
 WRONG = {
     "num_processes": "zero",
@@ -170,6 +152,14 @@ WRONG = {
 
 def test_the_reason_stands_beside_the_field_that_it_is_about() -> None:
     form = Form()
+    # Two settings that do not go together.
+    form.field("num_processes").value = "2"
+    form.field("engine").value = "inline"
+    assert "engine=&#39;inline&#39; has 1 rank" in form.note("engine")
+    with pytest.raises(ConfigError):
+        form.picker.config  # noqa: B018
+    form.field("engine").value = ""
+    form.field("num_processes").value = ""
     names = LABELS.keys() - PLUGINS.keys()
     assert {name for name in names if hasattr(form.field(name), "placeholder")} == WRONG.keys()
     for name, wrong in WRONG.items():
