@@ -177,7 +177,6 @@ class Agent:
         # When a polite stop began, or its point was found; and when it is said what it waits for.
         self._stopping_since = 0.0
         self._next_wait_notice = math.inf
-        self._flushes_until = 0.0
 
     # ---- start -----------------------------------------------------------------------------
 
@@ -233,7 +232,8 @@ class Agent:
             self._watch(rank.exit_fd, partial(self.ended.append, rank))
         # What came together with Launch was read with it: nothing would wake us for that.
         self._from_kernel()
-        while not self._is_done():
+        until = math.inf
+        while time.monotonic() < until:
             tick = _ACT_TICK_SECONDS if self._acting.is_awaited else _TICK_SECONDS
             for key, _ in self._selector.select(tick):
                 key.data()
@@ -246,12 +246,10 @@ class Agent:
                 # message of the kernel's, such as a stop, does not wait for a pause of each.
                 self.may_pause = False
                 time.sleep(_TICK_SECONDS / 10)
-
-    def _is_done(self) -> bool:
-        if any(rank.alive for rank in self.ranks):
-            self._flushes_until = time.monotonic() + _FLUSH_SECONDS
-            return False
-        return self._channel.is_idle or time.monotonic() >= self._flushes_until
+            if not any(rank.alive for rank in self.ranks):
+                until = min(until, time.monotonic() + _FLUSH_SECONDS)
+                if self._channel.is_idle:
+                    return
 
     def _watch(self, fd: int, act: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, act)
@@ -469,19 +467,6 @@ class Agent:
         self.may_pause |= {type(message) for message, _ in messages} == {wire.Metric}
         self._pass_on(rank, messages)
 
-    def _relay_rest(self, rank: RankProcess) -> None:
-        """Forward the remaining messages of a rank that has ended, however slowly the kernel reads.
-
-        If the rank had ended its call but its result never came, mark its connection as broken.
-        """
-        try:
-            while messages := rank.channel.drain():
-                self._pass_on(rank, messages)
-        except (EOFError, OSError, ProtocolError):
-            # It ended in order; or its code had closed its end before, or written into it.
-            if rank.is_in_call and rank.row.call_over:
-                rank.closed_at = 0.0
-
     def _report_broken(self, rank: RankProcess) -> None:
         """Tell the kernel that user code broke a rank's connection: closed it, or wrote into it."""
         if not rank.is_in_call:
@@ -588,7 +573,15 @@ class Agent:
         for rank in self.ended:
             self._unwatch(rank.exit_fd)
             if not rank.channel.closed:
-                self._relay_rest(rank)
+                # However slowly the kernel reads.
+                try:
+                    while messages := rank.channel.drain():
+                        self._pass_on(rank, messages)
+                except (EOFError, OSError, ProtocolError):
+                    # It ended in order; or its code had closed its end before, or written into it,
+                    # and the result of a call that it has ended never comes.
+                    if rank.is_in_call and rank.row.call_over:
+                        rank.closed_at = 0.0
                 self._unwatch(rank.channel.fileno())
             was_in_call = rank.is_in_call
             if was_in_call and rank.closed_at == 0.0 and not rank.ended_by_agent:

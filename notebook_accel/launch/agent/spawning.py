@@ -11,6 +11,7 @@ and writes their exit codes to a pipe that the agent reads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import sys
@@ -86,16 +87,11 @@ class _Leader(ForkProcess):
                 return None
             told = os.read(self._deaths, _DEATH.size)
             if not told:  # the leader is gone, and its children are the agent's now
-                return _reap(pid)
+                with contextlib.suppress(ChildProcessError):
+                    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                return None
             self._exit_codes.update([_DEATH.unpack(told)])
         return self._exit_codes[pid]
-
-
-def _reap(pid: int) -> int | None:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return None
 
 
 # ---- in the leader, and in the processes that it forks

@@ -225,17 +225,9 @@ class MachineServer:
         listener.setblocking(False)
         self.port: int = listener.getsockname()[1]
         self._meetings: set[asyncio.Task[None]] = set()
-        self._listening = asyncio.run_coroutine_threadsafe(
+        self.listening = asyncio.run_coroutine_threadsafe(
             self._listen(listener), machine_link.in_background()
         )
-
-    def admit_no_more(self) -> None:
-        """Stop listening, but keep the connected machines.
-
-        Called when all machines have joined. Afterwards the token admits no machine, not even in
-        place of a lost one.
-        """
-        self._listening.cancel()
 
     def close(self, outcome: str) -> None:
         """Stop listening, and disconnect each machine once its agent has ended; returns at once."""
@@ -243,7 +235,7 @@ class MachineServer:
 
     async def tell(self, outcome: str) -> None:
         """Do the same in the connections' thread; what the machines are told has been sent then."""
-        self._listening.cancel()
+        self.listening.cancel()
         for machine in self.machines:
             machine.let_go(outcome)
 
@@ -385,7 +377,8 @@ class MachinesEngine(AgentEngine):
             self.close()
             raise
         if self._server is not None:
-            self._server.admit_no_more()
+            # The token admits no machine any more, not even in place of a lost one.
+            self._server.listening.cancel()
         return links
 
 

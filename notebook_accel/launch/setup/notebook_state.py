@@ -131,8 +131,13 @@ def _handler(handler: logging.Handler) -> _Handler | None:
         return None
     make: Callable[[], logging.Handler]
     if type(handler) is logging.FileHandler:
-        _append_from_now_on(handler)
-        # Never mode "w": all ranks and the notebook write to this file.
+        # Never mode "w": all ranks and the notebook write to this file. The notebook's own would
+        # write at its position, over the lines of the ranks, also where it is open already.
+        stream: Any = handler.stream
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # not opened yet, or closed
+            number = stream.fileno()
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            fcntl.fcntl(number, fcntl.F_SETFL, flags | os.O_APPEND)
         make = partial(logging.FileHandler, handler.baseFilename, "a", handler.encoding, delay=True)
     elif type(handler) is logging.StreamHandler and (name := _stream_name(handler.stream)):
         make = partial(_stream_handler, name)
@@ -141,18 +146,6 @@ def _handler(handler: logging.Handler) -> _Handler | None:
     else:
         return None
     return make, handler.level, formatter
-
-
-def _append_from_now_on(handler: logging.FileHandler) -> None:
-    """Switch a handler's open file to append mode, so that the notebook and ranks can share it.
-
-    Each rank appends to the file. If this process stayed in mode "w", it would write at its own
-    position, over the lines of the ranks.
-    """
-    stream: Any = handler.stream
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # not opened yet, or closed
-        number = stream.fileno()
-        fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def _stream_name(stream: Any) -> str:
