@@ -230,7 +230,6 @@ def test_each_machine_imports_once_what_the_notebook_has_imported(
     (folder / "joined_lib.py").write_text(f"print(0, file=open({str(tmp_path / 'log')!r}, 'a'))")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(handle, "_is_warm", True)
-    monkeypatch.setattr(handle, "_known", set())
     monkeypatch.setattr(handle, "_followed", [])
     handle.follow([wire.ImportItem("joined_lib")])
     assert [*on_two(train, other=other)] == [True, True]
