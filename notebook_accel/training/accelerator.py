@@ -1203,16 +1203,16 @@ class Accelerator(TrainingInfo):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Trackers that receive what this rank logs; may be set.
+        """Trackers that receive what this rank logs, beside the live panel; may be set.
 
-        On rank 0 these are the ones that ``init_trackers`` started, the ones that user code added,
-        and the notebook's live panel. On all other ranks the list is empty.
+        On rank 0 these are the ones that ``init_trackers`` started and the ones that user code
+        added. On all other ranks the list is empty.
         """
         return self._tracking.trackers if self.is_main_process else []
 
     @trackers.setter
     def trackers(self, value: Iterable[GeneralTracker]) -> None:
-        self._tracking.feed(value)
+        self._tracking.trackers = list(value)
 
     def init_trackers(
         self,
@@ -1266,7 +1266,7 @@ class Accelerator(TrainingInfo):
                 "log() before init_trackers(): the trackers of log_with get nothing of it; call "
                 "accelerator.init_trackers(project_name) first",
             )
-        for tracker in self.trackers:
+        for tracker in [*self.trackers, self._tracking.live] if self.is_main_process else []:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -1288,10 +1288,11 @@ class Accelerator(TrainingInfo):
         """
         if not self.is_main_process:
             return BlankTracker()
-        for tracker in self.trackers:
+        trackers = [*self.trackers, self._tracking.live]
+        for tracker in trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        names = ", ".join(repr(tracker.name) for tracker in self.trackers)
+        names = ", ".join(repr(tracker.name) for tracker in trackers)
         raise ConfigError(
             f"get_tracker({name!r}): there is no such tracker; there is {names}. Ask for it with "
             "Accelerator(log_with=...) and call init_trackers() first"

@@ -13,8 +13,8 @@ def test_the_live_tracker_shows_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     told = Told()
     be(told, monkeypatch)
     accelerator = Accelerator(cpu=True)
-    (tracker,) = accelerator.trackers
-    assert tracker.name == "notebook"
+    # Scripts draw their images for each of them by its name, and warn of a name unknown to them.
+    assert accelerator.trackers == []
     live = accelerator.get_tracker("notebook")
     live.log({"loss": 0.5}, step=3)
     live.store_init_configuration({"lr": 1})
@@ -33,4 +33,4 @@ def track() -> tuple[str, int]:
 
 
 def test_other_ranks_get_a_blank_one() -> None:
-    assert run_ranks(track, 2) == [("notebook", 1), ("blank", 0)]
+    assert run_ranks(track, 2) == [("notebook", 0), ("blank", 0)]

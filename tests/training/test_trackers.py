@@ -65,7 +65,7 @@ def test_an_object_is_started_fed_and_finished_beside_the_live_tracker(
     accelerator = Accelerator(cpu=True, log_with=own)
     accelerator.init_trackers("project", config={"lr": 1})
     accelerator.log({"loss": 0.5}, step=2, log_kwargs={"recorder": {"flag": True}})
-    assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "notebook"]
+    assert [tracker.name for tracker in accelerator.trackers] == ["recorder"]
     assert accelerator.get_tracker("recorder") is own
     assert accelerator.get_tracker("recorder", unwrap=True) is own.calls
     accelerator.end_training()
@@ -74,6 +74,10 @@ def test_an_object_is_started_fed_and_finished_beside_the_live_tracker(
     expected = [("init", "made", {}), "start", ("config", {"lr": 1}), logged, "finish"]
     assert own.calls == expected
     assert told.metrics == [({"loss": 0.5}, 2)]
+    accelerator.trackers = [own]
+    accelerator.log({"loss": 0.25})
+    assert own.calls[-1] == ({"loss": 0.25}, None, {})
+    assert told.metrics[1:] == [({"loss": 0.25}, None)]
 
 
 def test_a_class_is_made_with_the_project_its_folder_and_its_arguments(tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_a_registered_class_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
     register_tracker_class(Recorder)
     accelerator = Accelerator(cpu=True, log_with=["recorder", Recorder, "recorder"])
     accelerator.init_trackers("project")
-    assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "notebook"]
+    assert [tracker.name for tracker in accelerator.trackers] == ["recorder"]
     with pytest.warns(UserWarning, match="Recorder takes the place of the tracker 'recorder'"):
         register_tracker_class(Recorder)
 

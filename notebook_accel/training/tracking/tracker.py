@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -253,7 +253,9 @@ class Tracking:
         project: ProjectConfiguration,
     ) -> None:
         self.asked = asked
-        self.trackers: list[GeneralTracker] = [LiveTracker()]
+        self.trackers: list[GeneralTracker] = []
+        # It is not in the list: scripts go through that, and warn of a tracker unknown to them.
+        self.live = LiveTracker()
         self.is_started = False
         self._project = project
         self._finished: list[GeneralTracker] = []
@@ -262,11 +264,6 @@ class Tracking:
     def logging_dir(self) -> str | os.PathLike[str] | None:
         """The folder for the files of trackers, as the project's settings have it now."""
         return self._project.logging_dir
-
-    def feed(self, trackers: Iterable[GeneralTracker]) -> None:
-        """Replace the trackers that ``Accelerator.log`` calls; add a ``LiveTracker`` at the end."""
-        others = [one for one in trackers if not isinstance(one, LiveTracker)]
-        self.trackers[:] = [*others, LiveTracker()]
 
     def start(
         self,
@@ -281,7 +278,7 @@ class Tracking:
         """
         self.finish()
         self._finished, self.is_started = [], True
-        self.feed([])
+        self.trackers = []
         for one in self.asked:
             tracker: Any = one
             if isinstance(one, type):
@@ -290,7 +287,7 @@ class Tracking:
                 tracker = tracker(project_name, *folder, **init_kwargs.get(one.name, {}))
             tracker.start()
             # Only what has started is fed and finished.
-            self.feed([*self.trackers, tracker])
+            self.trackers.append(tracker)
         if config is not None:
             for tracker in self.trackers:
                 tracker.store_init_configuration(dict(config))
