@@ -90,7 +90,7 @@ def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     left = iter(other)
     next(left)  # its last batch, and it is still referenced
     assert active_loaders().position.end_of_dataloader
-    assert trace(train) == [(False, -1), (True, 0)]
+    assert trace(train) == [(False, 0), (True, 0)]
     next(iter(other))
     left.close()
     assert not active_loaders().stack

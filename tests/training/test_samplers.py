@@ -121,7 +121,7 @@ def test_a_loader_that_skips_batches_shares_out_samples_too() -> None:
     given = shards(SkipBatchSampler(SkipBatchSampler(batches, 1), 1), 2)
     assert [list(shard) for shard in given] == [[[6, 7, 8]], [[9, 6, 7]]]
     assert [len(shard) for shard in given] == [1, 1]
-    assert [shard.remainder for shard in given] == [4, 4]
+    assert [shard.num_samples for shard in given] == [4, 4]
     assert given[0].total_length == 2
 
 

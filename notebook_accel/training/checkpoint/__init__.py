@@ -232,7 +232,13 @@ class Checkpoints:
                 f"there is no checkpoint in {files.describe_folder(folder)}. Save one first, or "
                 "pass the folder that save_state() returned as input_dir"
             )
-        self._refuse_unregistered(folder)
+        saved = sorted(name for name in files.entries(folder) if folders.CUSTOM.fullmatch(name))
+        if len(saved) > len(self.custom):
+            raise RuntimeError(
+                f"{folder} has the states of {len(saved)} registered objects "
+                f"({', '.join(saved)}), and {len(self.custom)} are registered: call "
+                "register_for_checkpointing() with all of them, in the same order, before loading"
+            )
         check_shapes([known.plain for known in self._prepared.models], folder)
         for optimizer in self._prepared.optimizers:
             optimizer.note_made()
@@ -263,15 +269,6 @@ class Checkpoints:
             state = layout.read_optimizer(known.optimizer, folder, index)
             if state is not None:
                 strategy.load_optimizer_state(known.optimizer, state)
-
-    def _refuse_unregistered(self, folder: Path) -> None:
-        saved = sorted(name for name in files.entries(folder) if folders.CUSTOM.fullmatch(name))
-        if len(saved) > len(self.custom):
-            raise RuntimeError(
-                f"{folder} has the states of {len(saved)} registered objects "
-                f"({', '.join(saved)}), and {len(self.custom)} are registered: call "
-                "register_for_checkpointing() with all of them, in the same order, before loading"
-            )
 
     def resume(self, folder: str | os.PathLike[str]) -> Start:
         """Load the newest readable checkpoint under ``folder``; all ranks call it.
@@ -315,7 +312,7 @@ class Checkpoints:
                 f"resume=: there is no checkpoint in {files.describe_folder(root)}, as seen by "
                 "rank 0"
             )
-        before = self._progress.settings_in(Path(start.folder))
+        before = self._progress.loaded.get("made")
         if before is None:
             before = [settings_of(known.optimizer) for known in optimizers]
         give_new_settings(optimizers, self._prepared.schedulers, made, before)
@@ -330,7 +327,13 @@ class Checkpoints:
         return start
 
     def _load_newest(self, root: Path, found: Sequence[Path]) -> Start | None:
-        self._require_seen(found)
+        is_unseen = bool(found) and not any(one.exists() for one in found)
+        text = f"not seen on the machine of rank {self._request.topology.process_index}"
+        if unseen := self._agree(text if is_unseen else None):
+            raise NotebookAccelError(
+                f"{found[0]}, which rank 0 would resume from, is {unseen}: keep checkpoints on a "
+                "disk that all machines share, at the same path"
+            )
         failed: list[str] = []
         for one in found:
             damage = self._agree(find_damage(one))
@@ -346,17 +349,6 @@ class Checkpoints:
                 f"changed weights: {failed[-1]}. Move them away to begin anew"
             )
         return None
-
-    def _require_seen(self, found: Sequence[Path]) -> None:
-        """Raise on all ranks if some rank sees none of the checkpoints that rank 0 found."""
-        is_unseen = bool(found) and not any(one.exists() for one in found)
-        text = f"not seen on the machine of rank {self._request.topology.process_index}"
-        unseen = self._agree(text if is_unseen else None)
-        if unseen:
-            raise NotebookAccelError(
-                f"{found[0]}, which rank 0 would resume from, is {unseen}: keep checkpoints on a "
-                "disk that all machines share, at the same path"
-            )
 
     def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
         """Return the folder in which the numbering continues: ``root`` or its ``checkpoints``."""

@@ -9,16 +9,15 @@ for no password, so other users of the machine can write to it.
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import copy
 import json
 import sys
-import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -416,7 +415,6 @@ class BackgroundSave:
         self, save: JointSave | RankZeroSave, finish: Callable[[], None], device: torch.device
     ) -> None:
         self.final = save.final
-        self._error: BaseException | None = None
 
         def run() -> None:
             try:
@@ -427,27 +425,24 @@ class BackgroundSave:
                     save.fail(error)
                     raise
             except BaseException as error:
-                self._error = error
                 notice(f"{self.final} could not be written: {describe(error)}")
+                raise
 
-        target = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=target, args=(run,), name="notebook_accel save", daemon=True
-        )
-        # A script that ends without waiting ends once its last checkpoint is in its place.
-        atexit.register(self._thread.join)
-        self._thread.start()
+        # A script that ends without waiting ends once its last checkpoint is in its place: Python
+        # joins the thread.
+        thread = futures.ThreadPoolExecutor(1, "notebook_accel save")
+        self._written = thread.submit(contextvars.copy_context().run, run)
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete; raise ``NotebookAccelError`` if it is not."""
-        while self._thread.is_alive():  # in slices, so that an interrupt is heard
-            self._thread.join(_SLICE_SECONDS)
-        atexit.unregister(self._thread.join)
-        if self._error is not None:
+        while not futures.wait([self._written], _SLICE_SECONDS).done:
+            pass  # in slices, so that an interrupt is heard
+        if (error := self._written.exception()) is not None:
             raise NotebookAccelError(
-                f"{self.final} could not be written: {describe(self._error)}. Earlier checkpoints "
-                "are as they were"
-            ) from self._error
+                f"{self.final} could not be written: {describe(error)}. Earlier checkpoints are as "
+                "they were"
+            ) from error
 
 
 def host_copies(state: Any) -> Any:

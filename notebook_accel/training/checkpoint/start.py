@@ -72,9 +72,9 @@ def has_save_id(folder: Path, save_id: str) -> bool:
     return False
 
 
-def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, list[int]]:
+def read_progress(states: Mapping[str, Any]) -> tuple[Start, int | None, list[int]]:
     """Return start, loader and steps as they were saved; another library's file gives the start."""
-    found: dict[str, Any] = (states or {}).get(_KEY, {})
+    found: dict[str, Any] = states.get(_KEY, {})
     known = {field.name: found[field.name] for field in fields(Start) if field.name in found}
     return Start(**known), found.get("loader"), found.get("steps", [])
 
@@ -153,8 +153,16 @@ def find_damage(folder: Path) -> str | None:
     path = whole = complete_version(folder)
     try:
         for path in sorted(whole.rglob("*")):
-            if not path.is_dir() and is_ours(path.relative_to(whole).parts[0]):
-                _look_at(path)
+            if path.is_dir() or not is_ours(path.relative_to(whole).parts[0]):
+                continue
+            if path.name.startswith("random_states_") and path.stat().st_size == 0:
+                return f"a rank ended before it had written its {path.name}"
+            # Its header, or its table of contents.
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif path.suffix in (".bin", ".pkl", ".pt"):
+                zipfile.ZipFile(path).close()
         format_in(whole)().check(whole)
     except (PermissionError, MemoryError):
         raise  # that says nothing of the files
@@ -163,22 +171,6 @@ def find_damage(folder: Path) -> str | None:
     except Exception as error:  # whatever the readers of three formats raise
         return explain(path, error)
     return None
-
-
-def _look_at(path: Path) -> None:
-    """Read a file's header or table of contents, to find out whether the file is cut off.
-
-    Raises:
-        NotebookAccelError: its rank did not get to write it.
-        OSError, SafetensorError, ValueError, zipfile.BadZipFile: the file is broken.
-    """
-    if path.name.startswith("random_states_") and path.stat().st_size == 0:
-        raise NotebookAccelError(f"a rank ended before it had written its {path.name}")
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt"):
-            pass
-    elif path.suffix in (".bin", ".pkl", ".pt"):
-        zipfile.ZipFile(path).close()
 
 
 _MAX_NAMED = 3
@@ -248,10 +240,9 @@ def give_new_settings(
                     scheduler.base_lrs[index] = rate
 
 
-# Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.
-# Generators are in both: a rank without a file of its own takes rank 0's.
+# Of a loader's state: what every rank writes for itself. Generators are in loader.bin too: a rank
+# without a file of its own takes rank 0's.
 _OF_RANK = ("generators", "begin", "reader")
-_NOT_OF_ALL = ("begin", "reader")
 
 
 class TrainingProgress:
@@ -271,6 +262,8 @@ class TrainingProgress:
     def __init__(self, preparation: Preparation) -> None:
         self._prepared = preparation
         self._request = preparation.request
+        self.loaded: Mapping[str, Any] = {}
+        """What the newest checkpoint that was loaded has of the place in the training."""
         made = current().shared  # with each Accelerator, on all ranks, the places begin anew
         self._number = made["trainings"] = made.get("trainings", 0) + 1
 
@@ -282,51 +275,40 @@ class TrainingProgress:
 
     def states(self, *, of_all: bool = True, save_id: str | None = None) -> dict[str, Any]:
         """Return the contents of this rank's files by name: its own, and those of all ranks."""
-        own = random_states_file(self._request.topology.process_index)
-        loaders = self._loader_files() if of_all else ()
-        return {
-            **{
-                name: {k: v for k, v in self._state_of(one).items() if k not in _NOT_OF_ALL}
-                for name, one in loaders
-            },
-            own: {**self.own_states(), SAVE_ID: save_id},
-        }
-
-    def own_states(self) -> dict[str, Any]:
-        here = self._request.topology
-        states = get_random_states(here.device)
-        window = self._request.accumulation
-        if not self._is_window_open:
-            states["step"] = window.step
-        else:
-            states |= {**window.random_states, "step": 0}
+        here, window = self._request.topology, self._request.accumulation
+        optimizers, is_open = self._prepared.optimizers, self._is_window_open
+        own = get_random_states(here.device)
+        if is_open:
+            own |= {**window.random_states, "step": 0}
             for position in reversed(window.loaders.stack):
                 if not position.is_after_step:  # the window began with this pass
-                    states |= position.begin
-        states |= {**self._stands(), "knobs": dict(current().knobs)}
-        states["made"] = [
-            known.made or settings_of(known.optimizer) for known in self._prepared.optimizers
-        ]
-        states["loaders"] = [
-            {k: v for k, v in self._state_of(loader).items() if k in _OF_RANK}
-            for _, loader in self._loader_files()
-        ]
-        return states
-
-    def _stands(self) -> dict[str, Any]:
-        """Return epoch, batch, steps and samples so far as plain values."""
-        loaders = self._loaders()
-        steps = [known.num_steps for known in self._prepared.optimizers]
+                    own |= position.begin
+        else:
+            own["step"] = window.step
+        loaders, steps = self._loaders, [known.num_steps for known in optimizers]
+        positions = [one.state(at_step=is_open) for one in loaders]
         start, index = Start(step=max(steps, default=0)), None
         if loaders:
-            trained = self._request.accumulation.trained_on
+            trained = window.trained_on
             # Not "if trained": that asks a loader for its length, and a stream has none.
             known = [trained is not None and one.is_part_of(trained) for one in loaders]
             index = known.index(True) if any(known) else 0
-            epoch, batch, samples = loaders[index].progress(self._state_of(loaders[index]))
+            epoch, batch, samples = loaders[index].progress(positions[index])
             start = replace(start, epoch=epoch, batch=batch, samples=samples)
-        plain = {name: value for name, value in asdict(start).items() if name != "folder"}
-        return {_KEY: {**plain, "loader": index, "steps": steps, _WRITTEN: time.time()}}
+        stands = {**asdict(start), "loader": index, "steps": steps, _WRITTEN: time.time()}
+        del stands["folder"]
+        own |= {
+            _KEY: stands,
+            SAVE_ID: save_id,
+            "knobs": dict(current().knobs),
+            "made": [known.made or settings_of(known.optimizer) for known in optimizers],
+            "loaders": [{key: state[key] for key in _OF_RANK} for state in positions],
+        }
+        files = {random_states_file(here.process_index): own}
+        for number, state in enumerate(positions if of_all else ()):
+            name = numbered("loader", number, ".bin")
+            files[name] = {k: v for k, v in state.items() if k not in ("begin", "reader")}
+        return files
 
     @property
     def _is_window_open(self) -> bool:
@@ -343,45 +325,23 @@ class TrainingProgress:
             known.has_unused_gradients for known in optimizers
         )
 
-    def _state_of(self, loader: PreparedLoader) -> dict[str, Any]:
-        return loader.state_at_step() if self._is_window_open else loader.state_dict()
-
     def start_in(self, folder: Path) -> Start:
         """Return the place from which training continues, after :meth:`load` of ``folder``.
 
         ``resume_or_start`` returns it to the user.
         """
-        start, index, _ = read_progress(self._states_of_all(folder))
+        start, index, _ = read_progress(self.loaded)
         start = replace(start, folder=str(folder))
-        loaders = dict(enumerate(self._loaders()))
+        loaders = dict(enumerate(self._loaders))
         if index not in loaders:
             return start
         # Asked of the loader, since it counts in batches of the ranks that there are now.
         epoch, batch, samples = loaders[index].progress()
         return replace(start, epoch=epoch, batch=batch, samples=samples)
 
-    def settings_in(self, folder: Path) -> list[list[dict[str, Any]]] | None:
-        """Return with which settings the optimizers of a checkpoint were made, if it has them."""
-        return (self._states_of_all(folder) or {}).get("made")
-
-    def _states_of_all(
-        self, folder: Path, options: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
-        """Return the random states of rank 0, or else of the first rank whose file is seen here."""
-        here = self._request.topology
-        machine = here.process_index - here.local_process_index
-        for rank in (0, machine, here.process_index):
-            if (states := read_random_states(folder, rank, options)) is not None:
-                return states
-        return None
-
+    @property
     def _loaders(self) -> list[PreparedLoader]:
         return [one for one in self._prepared.loaders if isinstance(one, PreparedLoader)]
-
-    def _loader_files(self) -> Iterator[tuple[str, PreparedLoader]]:
-        """Yield (file name, loader) for each prepared loader."""
-        for index, loader in enumerate(self._loaders()):
-            yield numbered("loader", index, ".bin"), loader
 
     def load(self, folder: Path, options: dict[str, Any]) -> None:
         """Restore random states, gradient accumulation, step counts and loader positions."""
@@ -397,8 +357,10 @@ class TrainingProgress:
                 raise NotebookAccelError(explain(path, error)) from error
         # Where training stands is rank 0's word for all that see it, as a loader's position is:
         # ranks that disagree about their window would wait for each other.
-        stands = self._states_of_all(folder, options)
-        if stands is not None:
+        machine = here.process_index - here.local_process_index
+        seen = (read_random_states(folder, rank, options) for rank in (0, machine))
+        self.loaded = stands = next((states for states in seen if states is not None), own or {})
+        if stands:
             if (torn := stands.get(INTERRUPTED)) is not None:
                 notice_once(
                     "of an interrupt",
@@ -414,7 +376,7 @@ class TrainingProgress:
             steps = steps if len(steps) == len(optimizers) else [start.step] * len(optimizers)
             for known, num_steps in zip(optimizers, steps, strict=True):
                 known.num_steps = num_steps
-            loaders = dict(enumerate(self._loaders()))
+            loaders = dict(enumerate(self._loaders))
             if index in loaders:  # so that a save before the next step names the same loader
                 self._request.accumulation.trained_on = loaders[index]
         self._request.accumulation.note_random_states()
@@ -445,7 +407,8 @@ class TrainingProgress:
         the state of a dataset that has ``state_dict``. A loader that has no file, or that a loop
         is iterating, is left where it is.
         """
-        for index, (name, loader) in enumerate(self._loader_files()):
+        for index, loader in enumerate(self._loaders):
+            name = numbered("loader", index, ".bin")
             # A checkpoint of Accelerate has none, and one may have been made before this loader.
             if not (folder / name).exists():
                 if (folder / numbered("dl_state_dict", index, ".bin")).exists():

@@ -128,8 +128,15 @@ def require_agreement(
     ]
     everywhere = objects_of_ranks(mine, group)
     if any(of_rank != everywhere[0] for of_rank in everywhere):
+        ranks: dict[str, list[str]] = defaultdict(list)
+        for rank, of_rank in enumerate(everywhere):
+            ranks[", ".join(of_rank) or "nothing"].append(str(rank))
+        by_rank = "\n".join(
+            f"  rank{'s' * (len(having) > 1)} {', '.join(having)}: {kind}"
+            for kind, having in sorted(ranks.items(), key=lambda item: -len(item[1]))
+        )
         raise DistributedOperationException(
-            f"{operation} was given different tensors by different ranks:\n{_by_rank(everywhere)}\n"
+            f"{operation} was given different tensors by different ranks:\n{by_rank}\n"
             "Expected the same structure, shapes and types on every rank: pad tensors whose sizes "
             "differ (pad_across_processes), or gather_object what is no tensor"
         )
@@ -151,20 +158,6 @@ def _describe(leaf: Any, free_dimension: int | None) -> str:
     if free_dimension is not None and -leaf.ndim <= free_dimension < leaf.ndim:
         sizes[free_dimension] = "any"
     return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(sizes)})"
-
-
-def _by_rank(everywhere: Sequence[Sequence[str]]) -> str:
-    """Return a text with a line for each kind of data: the ranks that have it, and what it is.
-
-    The most common kind comes first.
-    """
-    ranks: dict[str, list[str]] = defaultdict(list)
-    for rank, of_rank in enumerate(everywhere):
-        ranks[", ".join(of_rank) or "nothing"].append(str(rank))
-    lines = sorted(ranks.items(), key=lambda item: -len(item[1]))
-    return "\n".join(
-        f"  rank{'s' * (len(having) > 1)} {', '.join(having)}: {kind}" for kind, having in lines
-    )
 
 
 # What every backend gathers as it is; the others travel as bytes.

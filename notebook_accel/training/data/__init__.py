@@ -85,7 +85,13 @@ def prepare_loader(
         draft = as_stateful(draft)  # a class of the user's own stays, and counts
     if config.use_seedable_sampler:
         _make_seedable(draft, config.data_seed)
-    private = _private_generator(config.data_seed, ordinal)
+    data_seed = config.data_seed
+    if data_seed is None:
+        # Of the global random numbers' state: none is drawn, so preparing does not change them.
+        state = torch.get_rng_state().numpy().tobytes()
+        digest = hashlib.blake2b(state, digest_size=8, key=b"%d" % ordinal).digest()
+        data_seed = int.from_bytes(digest, "little") >> 1
+    private = new_generator(data_seed)
     # Without a generator of its own, torch's loader draws from the global random numbers as a pass
     # begins, and a run that is resumed in the middle of one would go on with other numbers.
     options = LoaderOptions(
@@ -170,19 +176,6 @@ def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
     return copied
 
 
-def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
-    """Return the random generator of a prepared loader for which the user gave none.
-
-    Its seed is ``data_seed``, or else a hash of ``ordinal`` and the state of torch's global random
-    numbers. No global random number is drawn, so preparing a loader does not change their state.
-    """
-    if data_seed is None:
-        state = torch.get_rng_state().numpy().tobytes()
-        digest = hashlib.blake2b(state, digest_size=8, key=b"%d" % ordinal).digest()
-        data_seed = int.from_bytes(digest, "little") >> 1
-    return new_generator(data_seed)
-
-
 def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:
     """Return the generator of the samples' order, ``private`` where it had none; or None."""
     if isinstance(draft.dataset, IterableDataset):
@@ -209,8 +202,33 @@ def _share_out(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
     """Change ``draft``, in place, to read only this rank's share; return the adapted options."""
-    if isinstance(draft.dataset, IterableDataset):
-        return _share_iterable(draft, options, config)
+    dataset: Any = draft.dataset
+    is_stream = isinstance(dataset, IterableDataset)
+    num_shares, index = options.data_group.size, options.data_group.index
+    sharing = {"split_batches": config.split_batches, "even_batches": config.even_batches}
+    if is_stream:
+        if of_libraries.is_split_by_node(dataset):
+            notice_once(
+                "split_dataset_by_node",
+                "prepare leaves a stream that split_dataset_by_node has split as it is; unsplit, "
+                "prepare shares it out itself",
+            )
+            return replace(options, is_uneven=True, split_batches=False)
+        if not config.split_batches and _divides_itself(
+            dataset, num_shares, evenly=config.even_batches
+        ):
+            vars(draft)["dataset"] = dataset.shard(num_shards=num_shares, index=index)
+            return replace(options, is_uneven=True)
+        size, drop_last = draft.batch_size, draft.drop_last
+        vars(draft)["dataset"] = IterableDatasetShard(
+            dataset, size, drop_last, num_shares, index, **sharing, marks_last_round=True
+        )
+        draft.collate_fn = ShortRoundCollate(draft.collate_fn)
+        if config.split_batches and size is not None:
+            share = samplers.share_of(size, num_shares, split_batches=True)
+            batches = BatchSampler(draft.sampler, share, drop_last)
+            vars(draft).update(batch_size=share, batch_sampler=batches)
+        return options
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers.samplers_of(draft)):
         notice_once(
             "DistributedSampler",
@@ -220,47 +238,8 @@ def _share_out(
         return replace(options, split_batches=False)
     name = "sampler" if draft.batch_sampler is None else "batch_sampler"
     vars(draft)[name] = samplers.BatchSamplerShard(
-        getattr(draft, name),
-        options.data_group.size,
-        options.data_group.index,
-        split_batches=config.split_batches,
-        even_batches=config.even_batches,
+        getattr(draft, name), num_shares, index, **sharing
     )
-    return options
-
-
-def _share_iterable(
-    draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
-) -> LoaderOptions:
-    dataset: Any = draft.dataset
-    num_processes, index = options.data_group.size, options.data_group.index
-    if of_libraries.is_split_by_node(dataset):
-        notice_once(
-            "split_dataset_by_node",
-            "prepare leaves a stream that split_dataset_by_node has split as it is; unsplit, "
-            "prepare shares it out itself",
-        )
-        return replace(options, is_uneven=True, split_batches=False)
-    if not config.split_batches and _divides_itself(
-        dataset, num_processes, evenly=config.even_batches
-    ):
-        vars(draft)["dataset"] = dataset.shard(num_shards=num_processes, index=index)
-        return replace(options, is_uneven=True)
-    vars(draft)["dataset"] = IterableDatasetShard(
-        dataset,
-        draft.batch_size,
-        draft.drop_last,
-        num_processes,
-        index,
-        split_batches=config.split_batches,
-        even_batches=config.even_batches,
-        marks_last_round=True,
-    )
-    draft.collate_fn = ShortRoundCollate(draft.collate_fn)
-    if config.split_batches and draft.batch_size is not None:
-        share = samplers.share_of(draft.batch_size, num_processes, split_batches=True)
-        batches = BatchSampler(draft.sampler, share, draft.drop_last)
-        vars(draft).update(batch_size=share, batch_sampler=batches)
     return options
 
 

@@ -328,16 +328,13 @@ class RoundDivider:
         parts: list[RoundBatch] = []
         for start in range(0, share * self.num_parts, share):
             last = ShortRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
-            part = self._slice(filled, start, start + share, len(parts))
+            own, ranks = slice(start, start + share), self.num_parts
+            if self.slice_fn is None:
+                part = slice_rows(filled, own)
+            else:
+                part = self.slice_fn(filled, own, process_index=len(parts), num_processes=ranks)
             parts.append(RoundBatch(part, last, False))
         return parts
-
-    def _slice(self, batch: Any, start: int, stop: int, index: int) -> Any:
-        if self.slice_fn is None:
-            return slice_rows(batch, start, stop)
-        return self.slice_fn(
-            batch, slice(start, stop), process_index=index, num_processes=self.num_parts
-        )
 
     def _keep_whole(self, batches: list[Any]) -> list[RoundBatch]:
         """Return a whole batch for each rank; the pass's first where none is left."""
@@ -376,7 +373,7 @@ def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
     """Yield slices from the start of ``source``, again and again, up to ``missing`` rows in all."""
     available = count_rows(source) or 1
     while missing > 0:
-        yield slice_rows(source, 0, min(missing, available))
+        yield slice_rows(source, slice(min(missing, available)))
         missing -= available
 
 
@@ -396,15 +393,15 @@ def _is_column(value: Any) -> bool:
     return not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) for item in value)
 
 
-def slice_rows(batch: Any, start: int, stop: int) -> Any:
-    """Return the rows ``start:stop`` of a batch; values without rows are kept as they are."""
+def slice_rows(batch: Any, own: slice) -> Any:
+    """Return the rows ``own`` of a batch; values without rows are kept as they are."""
     rows = count_rows(batch)
 
     def cut(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value[start:stop] if value.ndim else value
+            return value[own] if value.ndim else value
         if _is_column(value) and len(value) == rows:
-            return value[start:stop]
+            return value[own]
         if isinstance(value, (list, tuple)):
             return honor_type(value, (cut(item) for item in value))
         if isinstance(value, Mapping):

@@ -76,7 +76,6 @@ from notebook_accel.training.stepping.active_loaders import (
 )
 from notebook_accel.training.stepping.step_timer import step_timer
 
-_HOST = torch.device("cpu")
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
 # (made odd), the usual constant for that (Knuth, The Art of Computer Programming, volume 3, 6.4).
@@ -130,8 +129,18 @@ class PreparedLoader(LoaderWrapper):
     # What a launch tells a user who passes it one of these as an argument
     # (``launch/payload/refusals``).
     _notebook_accel_stays_home = "prepare it inside the function"
-    # Gradient accumulation of the Accelerator that prepared it; None: of the newest Accelerator.
-    _accumulation: Accumulation | None = None
+    accumulation: Accumulation | None = None
+    """Gradient accumulation of the Accelerator that prepared it; None: of the newest one."""
+
+    device: torch.device | None
+    """Device on which batches are put; None leaves them where they are."""
+
+    rng_types: tuple[str, ...]
+    """Names of the random states that every rank takes from rank 0 when an epoch begins. If there
+    are any, the state of ``synchronized_generator`` is taken from rank 0 too."""
+
+    synchronized_generator: torch.Generator | None
+    """The generator from which the order of samples is drawn; None if there is none."""
 
     def _make_by_hand(
         self,
@@ -176,7 +185,9 @@ class PreparedLoader(LoaderWrapper):
 
     def _wrap(self, base: DataLoader[Any], options: LoaderOptions) -> None:
         self.base_dataloader = base
+        self.device, self.rng_types = options.device, options.rng_types
         self.generator = options.generator
+        self.synchronized_generator = options.synchronized_generator
         self._options = options
         self._progress = LoaderProgress()
         name = "sampler" if base.batch_sampler is None else "batch_sampler"
@@ -188,24 +199,6 @@ class PreparedLoader(LoaderWrapper):
         return found.sampler if isinstance(found, IndexSource) else found
 
     # What it is, and where it stands.
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device on which batches are put; None leaves them where they are."""
-        return self._options.device
-
-    @property
-    def rng_types(self) -> tuple[str, ...]:
-        """Names of the random states that every rank takes from rank 0 when an epoch begins.
-
-        If there are any, the state of :attr:`synchronized_generator` is taken from rank 0 too.
-        """
-        return self._options.rng_types
-
-    @property
-    def synchronized_generator(self) -> torch.Generator | None:
-        """The generator from which the order of samples is drawn; None if there is none."""
-        return self._options.synchronized_generator
 
     @property
     def skip_batches(self) -> int:
@@ -241,11 +234,7 @@ class PreparedLoader(LoaderWrapper):
     @property
     def gradient_state(self) -> GradientState:
         """The ``GradientState`` of the Accelerator that prepared this loader, or of the newest."""
-        return GradientState(accumulation=self._accumulation)
-
-    def _join(self, accumulation: Accumulation) -> None:
-        """Store the gradient accumulation of the Accelerator that has prepared this loader."""
-        self._accumulation = accumulation
+        return GradientState(accumulation=self.accumulation)
 
     def get_sampler(self) -> Any:
         """Return the sampler of single indices in the batch sampler; None if there is none."""
@@ -379,6 +368,8 @@ class PreparedLoader(LoaderWrapper):
         # note the states, which a checkpoint of this pass keeps.
         start, restored = self._restore()
         self._synchronize()
+        is_counted = self._options.data_group.size == 1 or hasattr(self._shard, "is_uneven")
+        num_samples = self._num_samples if is_counted and not self._drops_last else None
         position = Position(
             epoch=self._progress.iteration,
             num_given=start,
@@ -386,7 +377,7 @@ class PreparedLoader(LoaderWrapper):
             at_step=start,
             is_after_step=restored.get("begin") is not None,
             begin=get_random_states(),
-            remainder=getattr(self._shard, "remainder", -1),
+            remainder=-1 if num_samples is None else num_samples % (self.total_batch_size or 1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
             generators=self._generator_states(),
             reader_states=dict(restored.get("reader") or {}),
@@ -394,21 +385,16 @@ class PreparedLoader(LoaderWrapper):
         self._seed_workers()
         self._progress.position = position
         begin = restored.get("begin")
-        source = self._read(position) if begin is None else self._read_in_order_of(begin, position)
-        return position, source, self._receiver(position)
-
-    def _read_in_order_of(self, begin: Mapping[str, Any], position: Position) -> Iterator[Any]:
-        """Read as :meth:`_read`, but draw the order of the epoch from the random states ``begin``.
-
-        A sampler without a generator draws it from the global random numbers, when it is asked for
-        its first index.
-        """
+        if begin is None:
+            return position, self._read(position), self._receiver(position)
+        # The order comes from where the pass began: a sampler without a generator draws it from
+        # the global random numbers, when it is asked for its first index.
         now, position.begin = position.begin, begin
-        set_random_states(begin, _HOST)
+        set_random_states(begin, devices.HOST)
         source = self._read(position)
         first = list(islice(source, 1))
-        set_random_states(now, _HOST)
-        return chain(first, source)
+        set_random_states(now, devices.HOST)
+        return position, chain(first, source), self._receiver(position)
 
     def _synchronize(self) -> None:
         """Copy rank 0's random states to every rank, so that all use one order; all ranks call it.
@@ -495,9 +481,9 @@ class PreparedLoader(LoaderWrapper):
 
     def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
         """Return what each batch goes through before the loop gets it; None if nothing."""
-        device, non_blocking = self._options.device, self._options.non_blocking
+        device, non_blocking = self.device, self._options.non_blocking
         move: Callable[[Any], Any] | None = None
-        is_only_device = device == _HOST and not torch.accelerator.is_available()
+        is_only_device = device == devices.HOST and not torch.accelerator.is_available()
         if device is not None and not is_only_device:
             to_device = partial(send_to_device, device=device, non_blocking=non_blocking)
             mark = devices.batch_boundary(device)
@@ -528,8 +514,7 @@ class PreparedLoader(LoaderWrapper):
         if position.short_round is not None:
             position.remainder = position.short_round.num_samples
         elif self._options.data_group.size == 1:
-            rest = (self._num_samples or 0) % (self.total_batch_size or 1)
-            position.remainder = rest
+            position.remainder = rest = max(0, position.remainder)
             position.short_round = ShortRound(rest, rest, rest) if rest else None
         elif found is not None or self._marks_last_round:
             position.remainder = 0  # it would have been told of a last round that is not full
@@ -547,12 +532,11 @@ class PreparedLoader(LoaderWrapper):
             length = length_or_none(dataset)
         else:
             sampler = self._index.sampler
-            is_shared_out = isinstance(sampler, BatchSamplerShard)
-            if has_own_batches(sampler.batch_sampler if is_shared_out else sampler):
-                return None
-            length = length_or_none(sampler.sampler)
-            if length is not None and not is_shared_out:
-                length *= self._num_readers
+            if isinstance(sampler, BatchSamplerShard):
+                length = sampler.num_samples
+            else:
+                length = None if has_own_batches(sampler) else length_or_none(sampler.sampler)
+                length = length and length * self._num_readers
         size = self.total_batch_size
         if length is None or size is None:
             return None
@@ -588,19 +572,16 @@ class PreparedLoader(LoaderWrapper):
         the next epoch. After a ``break`` it is that of the start of the same epoch, and after a
         stop of the run that of the batch at which the run stopped.
         """
-        return self._state(at_step=False)
+        return self.state(at_step=False)
 
-    def state_at_step(self) -> dict[str, Any]:
-        """Return the state of the running pass at its last optimizer step; see :meth:`state_dict`.
+    def state(self, *, at_step: bool) -> dict[str, Any]:
+        """Return the state as of now (:meth:`state_dict`), or as of the last optimizer step.
 
         A checkpoint holds no gradients. Between two optimizer steps of gradient accumulation it
-        therefore saves this state, from which the batches since the last step are read again. If
-        the pass has had no step, this is the state at its start; if no pass is running, that of
-        :meth:`state_dict`.
+        therefore saves the state at the last step, from which the batches since then are read
+        again. If the pass has had no step, that is the state at its start; if no pass is running,
+        that of :meth:`state_dict`.
         """
-        return self._state(at_step=True)
-
-    def _state(self, *, at_step: bool) -> dict[str, Any]:
         progress, position = self._progress, self._progress.position
         state: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -716,7 +697,7 @@ class PreparedLoader(LoaderWrapper):
         return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]
 
     def _generators(self) -> dict[str, torch.Generator]:
-        named = {"workers": self._options.generator, "order": self.synchronized_generator}
+        named = {"workers": self.generator, "order": self.synchronized_generator}
         return {name: generator for name, generator in named.items() if generator is not None}
 
     def _generator_states(self) -> dict[str, torch.Tensor]:

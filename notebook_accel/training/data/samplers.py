@@ -196,19 +196,15 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     @property
-    def remainder(self) -> int:
-        """Number of samples of all ranks in an incomplete last round, repeated ones not counted.
-
-        It is 0 if the last round is full, and -1 with ``drop_last`` or if the number is unknown.
-        """
-        if self.drop_last or not self._shares_samples or length_or_none(self.sampler) is None:
-            return -1
-        return self._num_samples % self._samples_a_round
-
-    @property
     def _shares_samples(self) -> bool:
         """Whether samples are divided; a user's own batches stay whole."""
         return not has_own_batches(self.batch_sampler)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of samples that all ranks get in an epoch, each counted once; None if unknown."""
+        length = length_or_none(self.sampler) if self._shares_samples else None
+        return None if length is None else max(0, length - self._num_skipped)
 
     @property
     def _num_skipped(self) -> int:
@@ -217,10 +213,6 @@ class BatchSamplerShard(BatchSampler):
         while isinstance(inner, SkipBatchSampler):
             number, inner = number + inner.skip_batches, inner.batch_sampler
         return number * int(self.batch_size)
-
-    @property
-    def _num_samples(self) -> int:
-        return max(0, len(self.sampler) - self._num_skipped)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers inside the number of the next epoch, if they have ``set_epoch``."""
@@ -233,7 +225,8 @@ class BatchSamplerShard(BatchSampler):
         if self.num_processes == 1:
             return len(self.batch_sampler)
         if self._shares_samples:
-            whole, rest = divmod(self._num_samples, self._samples_a_round)
+            num_samples = max(0, len(self.sampler) - self._num_skipped)
+            whole, rest = divmod(num_samples, self._samples_a_round)
             # Where the last round is given out as it is, this rank gets something of it only if
             # there is more than the ranks before it take.
             needed = self._own_part.start
@@ -582,17 +575,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Whether ranks may get batches of different sizes at the same step."""
         is_filled = self.even_batches or self.drop_last
         return self.num_processes > 1 and not (is_filled and self.batch_size)
-
-    @property
-    def remainder(self) -> int:
-        """Number of samples of all ranks in an incomplete last round, repeated ones not counted.
-
-        It is 0 if the last round is full, and -1 with ``drop_last`` or if the number is unknown.
-        """
-        # A stream that makes its batches itself counts batches, of whatever size.
-        is_unknown = self.drop_last or self.batch_size is None
-        length = None if is_unknown else length_or_none(self.dataset)
-        return -1 if length is None else length % self._samples_a_round
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset the number of the next epoch, if it has a method ``set_epoch``."""

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -142,21 +142,20 @@ def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe:
     if len(shards) > 1:
         width = len(shards)
         names = [f"{stem}-{n:05d}-of-{width:05d}{suffix}" for n in range(1, width + 1)]
-        _write_index(folder / f"{stem}{suffix}.index.json", shards, names)
+        where = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
+        values = {
+            id(value): value for shard in shards for value in shard.values()
+        }  # tied ones once
+        size = sum(value.nbytes for value in values.values() if torch.is_tensor(value))
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{stem}{suffix}.index.json").write_text(text)
     for shard, name in zip(shards, names, strict=True):
         if safe:
             own = {name: kept for name, kept in ties.items() if kept in shard}
             save_file(shard, folder / name, metadata={"format": "pt", **own})
         else:
             torch.save(shard, folder / name)
-
-
-def _write_index(path: Path, shards: list[dict[str, Any]], names: list[str]) -> None:
-    where = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
-    values = {id(value): value for shard in shards for value in shard.values()}  # tied ones once
-    size = sum(value.nbytes for value in values.values() if torch.is_tensor(value))
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit: float) -> Iterator[dict[str, Any]]:
@@ -359,10 +358,18 @@ class Format:
         """Return the whole weights of model ``index``; None if the model has got its parts."""
         safe = folder / numbered("model", index, ".safetensors")
         plain = folder / numbered("pytorch_model", index, ".bin")
-        if safe.exists() or not plain.exists():
-            return _read_safetensors(required(safe))
-        state: dict[str, Any] = read_state(plain, on_host(self.options))
-        return state
+        state: dict[str, Any]
+        if plain.exists() and not safe.exists():
+            state = read_state(plain, on_host(self.options))
+            return state
+        try:
+            with safe_open(required(safe), framework="pt") as file:
+                state = {name: file.get_tensor(name) for name in [*file.keys()]}
+                header = file.metadata() or {}
+        except SafetensorError as error:
+            raise NotebookAccelError(explain(safe, error)) from error
+        header.pop("format", None)  # "pt", by which libraries know the file: no weight's other name
+        return {**{name: state[kept] for name, kept in header.items() if kept in state}, **state}
 
     def read_optimizer(
         self, optimizer: Optimizer, folder: Path, index: int
@@ -394,18 +401,6 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
         write_safetensors(state, folder / numbered("model", index, ".safetensors"))
     else:
         write_state(dict(state), folder / numbered("pytorch_model", index, ".bin"), "the model")
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = load_file(path)
-        with safe_open(path, framework="pt") as opened:
-            header = opened.metadata() or {}
-    except SafetensorError as error:
-        raise NotebookAccelError(explain(path, error)) from error
-    header.pop("format", None)  # "pt", by which libraries know the file, and no weight's other name
-    ties = {name: state[kept] for name, kept in header.items() if kept in state}
-    return {**ties, **state}
 
 
 def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:

@@ -92,7 +92,10 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
     plain = {name: value for name, value in given.items() if name == "weights_only"}
     try:
         with _reading(path, 'load_state(..., load_kwargs={"weights_only": False})'):
-            return _read(path, given)
+            arguments = {"map_location": "cpu", **given}
+            if arguments.pop("weights_only", True):
+                arguments["pickle_module"] = _SafePickle
+            return torch.load(path, weights_only=False, **arguments)
     except NotebookAccelError as error:
         if plain == given:
             raise
@@ -132,13 +135,6 @@ def _reading(path: Path, way: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise NotebookAccelError(explain(path, error)) from error
-
-
-def _read(path: Path, options: dict[str, Any]) -> Any:
-    options = {"map_location": "cpu", **options}
-    if options.pop("weights_only", True):
-        options["pickle_module"] = _SafePickle
-    return torch.load(path, weights_only=False, **options)
 
 
 def on_host(options: dict[str, Any] | None) -> dict[str, Any]:

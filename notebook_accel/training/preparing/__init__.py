@@ -156,9 +156,12 @@ class Preparation:
         """Return the prepared model; see ``Accelerator.prepare_model``."""
         self._renew(model)
         training = not evaluation_mode
-        known = self._known_model(model, training=training)
-        if known is not None:
-            return known
+        inner = without_wrappers(model)
+        if inner is not model:
+            return self._take_wrapped(model, inner)
+        for known in self.models:
+            if known.inner is model and (known.training or not training):
+                return known.wrapped
         strategy = self.strategy
         is_spread = _is_spread(model, self.request.topology.num_processes)
         device = None if is_spread else self._device(device_placement)
@@ -198,24 +201,6 @@ class Preparation:
             if not (known.training and any(item is each for each in (known.inner, known.wrapped)))
             or self.strategy.renew(known.wrapped)
         ]
-
-    def _known_model(self, model: Module, *, training: bool) -> Module | None:
-        """Return the prepared form of a model that was prepared before or wrapped by the user.
-
-        Any other model gives None. A model that the user has wrapped in DDP or the like is
-        registered here, and returned unchanged.
-
-        Args:
-            training: whether the model will be trained. If True, an earlier preparation for
-                evaluation does not count.
-        """
-        inner = without_wrappers(model)
-        if inner is not model:
-            return self._take_wrapped(model, inner)
-        for known in self.models:
-            if known.inner is model and (known.training or not training):
-                return known.wrapped
-        return None
 
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
         """Register a model that is in a wrapper already, set its precision, and return it."""
@@ -329,7 +314,7 @@ class Preparation:
             slice_fn=slice_fn,
             ordinal=len(self.loaders),
         )
-        prepared._join(request.accumulation)
+        prepared.accumulation = request.accumulation
         self.loaders.append(prepared)
         return prepared
 

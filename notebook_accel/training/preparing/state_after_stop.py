@@ -360,26 +360,21 @@ def _joined(parts: list[Any]) -> Any:
     """
     first = parts[0]
     if isinstance(first, TensorPiece):
-        return _put_together(parts)
+        # Replicas have the same piece.
+        pieces = list({one.offset: one for one in parts if one.values.numel()}.values())
+        if sum(piece.values.numel() for piece in pieces) != math.prod(first.shape):
+            raise ValueError("lacks pieces that other ranks had")
+        whole = torch.empty(first.shape, dtype=first.values.dtype, device="cpu")
+        for piece in pieces:
+            places = zip(piece.offset, piece.values.shape, strict=True)
+            whole[tuple(slice(start, start + size) for start, size in places)] = piece.values
+        return whole
     if isinstance(first, dict):
         keys = dict.fromkeys(key for part in parts for key in part)
         return {key: _joined([part[key] for part in parts if key in part]) for key in keys}
     if isinstance(first, (list, tuple)):
         return honor_type(first, (_joined(list(alike)) for alike in zip(*parts, strict=False)))
     return first
-
-
-def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
-    shape, dtype = pieces[0].shape, pieces[0].values.dtype
-    # Replicas have the same piece.
-    pieces = list({piece.offset: piece for piece in pieces if piece.values.numel()}.values())
-    if sum(piece.values.numel() for piece in pieces) != math.prod(shape):
-        raise ValueError("lacks pieces that other ranks had")
-    whole = torch.empty(shape, dtype=dtype, device="cpu")
-    for piece in pieces:
-        places = zip(piece.offset, piece.values.shape, strict=True)
-        whole[tuple(slice(start, start + size) for start, size in places)] = piece.values
-    return whole
 
 
 def copy_on_meta(model: Module) -> Module | None:

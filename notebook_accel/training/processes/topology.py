@@ -161,13 +161,18 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
         )
     elif context.world_size > 1:
         _open(context, device, options)
+    backend = exchange().backend
+    if has_process_group():
+        pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+        by_device = {kind: name for kind, _, name in pairs}
+        backend = by_device.get(device.type, dist.get_backend())
     return Topology(
         process_index=context.rank,
         num_processes=context.world_size,
         local_process_index=context.local_rank,
         local_num_processes=context.local_world_size,
         device=device,
-        backend=_backend_of(device),
+        backend=backend,
         pid=os.getpid(),
     )
 
@@ -205,14 +210,6 @@ def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
     For None the caller uses the default of the device type.
     """
     return options.backend or environment.read("BACKEND")
-
-
-def _backend_of(device: torch.device) -> str | None:
-    if not has_process_group():
-        return exchange().backend
-    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
-    by_device = {kind: backend for kind, _, backend in pairs}
-    return by_device.get(device.type, dist.get_backend())
 
 
 def _is_stale(found: Topology) -> bool:
