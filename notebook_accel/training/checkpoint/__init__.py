@@ -23,22 +23,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training import files
-from notebook_accel.training.checkpoint import folders
-from notebook_accel.training.checkpoint.saves import (
-    BackgroundSave,
-    JointSave,
-    RankZeroSave,
-    describe,
-    host_copies,
-)
-from notebook_accel.training.checkpoint.start import (
-    Start,
-    TrainingProgress,
-    candidates,
-    check_shapes,
-    find_damage,
-    give_new_settings,
-)
+from notebook_accel.training.checkpoint import folders, saves, start
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.state_files import on_host, read_state
@@ -57,13 +42,13 @@ class Checkpoints:
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._prepared = preparation
-        self._progress = TrainingProgress(preparation)
+        self._progress = start.TrainingProgress(preparation)
         self._request, self._strategy = preparation.request, preparation.strategy
         self._project = project
         self.numbering = folders.Numbering(project)
-        self._background_save: BackgroundSave | None = None
-        self._unsettled: list[RankZeroSave] = []  # on ranks that do not publish
-        self._began: Start | None = None  # where the launch's resume= had this training go on
+        self._background_save: saves.BackgroundSave | None = None
+        self._unsettled: list[saves.RankZeroSave] = []  # on ranks that do not publish
+        self._began: start.Start | None = None  # where the launch's resume= had this training go on
         preparation.checkpoints = weakref.ref(self)
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -116,7 +101,7 @@ class Checkpoints:
                 finish(*files.write_one_by_one(pieces, save.staged))
             else:
                 taken = list(pieces)
-                states = host_copies([piece.state for piece in taken])
+                states = saves.host_copies([piece.state for piece in taken])
                 for piece, state in zip(taken, states, strict=True):
                     piece.state = state
                     piece.prepare(save.staged)
@@ -124,12 +109,12 @@ class Checkpoints:
             save.fail(error)
             raise
         if in_background:
-            self._background_save = BackgroundSave(
+            self._background_save = saves.BackgroundSave(
                 save,
                 lambda: finish(taken, files.write_prepared(taken, save.staged)),
                 self._request.topology.device,
             )
-        if isinstance(save, RankZeroSave) and not save.writes:
+        if isinstance(save, saves.RankZeroSave) and not save.writes:
             self._unsettled.append(save)
         if in_background or self._unsettled:
             current().before_return[self] = self.wait
@@ -141,11 +126,11 @@ class Checkpoints:
     def _needs_all(self) -> bool:
         return self._strategy.saves_together and self._request.topology.num_processes > 1
 
-    def _begin_save(self, asked: Path | None) -> JointSave | RankZeroSave:
+    def _begin_save(self, asked: Path | None) -> saves.JointSave | saves.RankZeroSave:
         """Return the next save; drop earlier ones that have ended, or that rank 0 passed by."""
         here, each_machine = self._request.topology, self._project.save_on_each_node
         if self._needs_all:
-            joint = JointSave("save_state()", here, each_machine=each_machine)
+            joint = saves.JointSave("save_state()", here, each_machine=each_machine)
             joint.meet()
             return joint
         place = self._progress.place
@@ -157,11 +142,11 @@ class Checkpoints:
                 self._unsettled.append(one)
             else:
                 one.give_up()
-        return RankZeroSave(here, place, asked, each_machine=each_machine)
+        return saves.RankZeroSave(here, place, asked, each_machine=each_machine)
 
     def _finish(
         self,
-        save: JointSave | RankZeroSave,
+        save: saves.JointSave | saves.RankZeroSave,
         written: Sequence[files.Piece],
         results: Sequence[Any],
         *,
@@ -200,7 +185,7 @@ class Checkpoints:
         self.wait()
         if self._needs_all:
             # A rank that is alone here waits, and is named, before it begins a collective.
-            JointSave("save_model()", self._request.topology).meet()
+            saves.JointSave("save_model()", self._request.topology).meet()
         return self._needs_all
 
     def load(
@@ -239,7 +224,7 @@ class Checkpoints:
                 f"({', '.join(saved)}), and {len(self.custom)} are registered: call "
                 "register_for_checkpointing() with all of them, in the same order, before loading"
             )
-        check_shapes([known.plain for known in self._prepared.models], folder)
+        start.check_shapes([known.plain for known in self._prepared.models], folder)
         for optimizer in self._prepared.optimizers:
             optimizer.note_made()
         models = [known.inner for known in self._prepared.models]
@@ -270,7 +255,7 @@ class Checkpoints:
             if state is not None:
                 strategy.load_optimizer_state(known.optimizer, state)
 
-    def resume(self, folder: str | os.PathLike[str]) -> Start:
+    def resume(self, folder: str | os.PathLike[str]) -> start.Start:
         """Load the newest readable checkpoint under ``folder``; all ranks call it.
 
         All ranks load the same checkpoint: they pass over one that some rank cannot read. Later
@@ -285,13 +270,13 @@ class Checkpoints:
         self._agree(None)  # now the saves of all ranks have ended
         root = folders.resolved(folder)
         found: list[Path]
-        (found,) = broadcast_object_list([candidates(root)])
+        (found,) = broadcast_object_list([start.candidates(root)])
         self.numbering.parent = self._numbered_parent(root, found)
         if self._began or current().resume_from:
             return self.resume_launch()
-        return self._load_newest(root, found) or Start()
+        return self._load_newest(root, found) or start.Start()
 
-    def resume_launch(self, *, is_asked: bool = True) -> Start:
+    def resume_launch(self, *, is_asked: bool = True) -> start.Start:
         """Load, once, what the launch's ``resume=`` says; all ranks call it.
 
         Args:
@@ -305,9 +290,9 @@ class Checkpoints:
         optimizers = self._prepared.optimizers
         made = [settings_of(known.optimizer) for known in optimizers]
         found: list[Path]
-        (found,) = broadcast_object_list([candidates(root)])
-        start = self._load_newest(root, found)
-        if start is None or start.folder is None:
+        (found,) = broadcast_object_list([start.candidates(root)])
+        began = self._load_newest(root, found)
+        if began is None or began.folder is None:
             raise FileNotFoundError(
                 f"resume=: there is no checkpoint in {files.describe_folder(root)}, as seen by "
                 "rank 0"
@@ -315,18 +300,18 @@ class Checkpoints:
         before = self._progress.loaded.get("made")
         if before is None:
             before = [settings_of(known.optimizer) for known in optimizers]
-        give_new_settings(optimizers, self._prepared.schedulers, made, before)
+        start.give_new_settings(optimizers, self._prepared.schedulers, made, before)
         context.set_knobs(context.first_knobs)
         if not is_asked:
             notice(
-                f"the training goes on from {start.folder} (step {start.step}). The function "
-                f"counts its epochs anew, and the first begins at batch {start.batch}: "
+                f"the training goes on from {began.folder} (step {began.step}). The function "
+                f"counts its epochs anew, and the first begins at batch {began.batch}: "
                 "accelerator.resume_or_start(dir) tells it the epoch"
             )
-        self._began = start
-        return start
+        self._began = began
+        return began
 
-    def _load_newest(self, root: Path, found: Sequence[Path]) -> Start | None:
+    def _load_newest(self, root: Path, found: Sequence[Path]) -> start.Start | None:
         is_unseen = bool(found) and not any(one.exists() for one in found)
         text = f"not seen on the machine of rank {self._request.topology.process_index}"
         if unseen := self._agree(text if is_unseen else None):
@@ -336,7 +321,7 @@ class Checkpoints:
             )
         failed: list[str] = []
         for one in found:
-            damage = self._agree(find_damage(one))
+            damage = self._agree(start.find_damage(one))
             if not damage:
                 damage = self._agree(self._try_to_load(one))
                 if not damage:
@@ -375,11 +360,11 @@ class Checkpoints:
         except (ConfigError, PermissionError):
             raise  # nothing is wrong with the files
         except (NotebookAccelError, OSError) as error:
-            return describe(error)
+            return saves.describe(error)
         return None
 
     def _pieces(
-        self, save: JointSave | RankZeroSave, *, safe: bool, own_options: dict[str, Any]
+        self, save: saves.JointSave | saves.RankZeroSave, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[files.Piece]:
         """Yield this rank's pieces (files) of a checkpoint; save hooks run first.
 

@@ -45,21 +45,8 @@ from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.collectives.nested import send_to_device
+from notebook_accel.training.data import samplers
 from notebook_accel.training.data.loader_wrapper import LoaderWrapper, new_loader
-from notebook_accel.training.data.samplers import (
-    BatchSamplerShard,
-    IndexSource,
-    IterableDatasetShard,
-    RoundBatch,
-    SeedableRandomSampler,
-    ShortRoundCollate,
-    SkipBatchSampler,
-    get_sampler,
-    has_own_batches,
-    length_or_none,
-    samplers_of,
-    skip,
-)
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.random_numbers import (
     get_random_states,
@@ -191,12 +178,12 @@ class PreparedLoader(LoaderWrapper):
         self._options = options
         self._progress = LoaderProgress()
         name = "sampler" if base.batch_sampler is None else "batch_sampler"
-        self._index = vars(base)[name] = IndexSource(getattr(base, name))
+        self._index = vars(base)[name] = samplers.IndexSource(getattr(base, name))
         base.generator = new_generator(0)  # `_seed_workers` seeds it
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        return found.sampler if isinstance(found, IndexSource) else found
+        return found.sampler if isinstance(found, samplers.IndexSource) else found
 
     # What it is, and where it stands.
 
@@ -229,7 +216,8 @@ class PreparedLoader(LoaderWrapper):
     def total_dataset_length(self) -> int:
         """Number of samples in the whole dataset, before it is divided among the ranks."""
         dataset: Any = self.dataset
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+        is_ours = isinstance(dataset, samplers.IterableDatasetShard)
+        return len(dataset.dataset if is_ours else dataset)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -238,7 +226,7 @@ class PreparedLoader(LoaderWrapper):
 
     def get_sampler(self) -> Any:
         """Return the sampler of single indices in the batch sampler; None if there is none."""
-        return get_sampler(self)
+        return samplers.get_sampler(self)
 
     @property
     def iteration(self) -> int:
@@ -252,8 +240,9 @@ class PreparedLoader(LoaderWrapper):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch in this loader, its samplers and its dataset."""
         self._progress.iteration = epoch
-        ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on to what is inside
-        users = [sampler for sampler in samplers_of(self) if not isinstance(sampler, ours)]
+        # These only pass it on to what is inside.
+        ours = (samplers.BatchSamplerShard, samplers.SkipBatchSampler)
+        users = [sampler for sampler in samplers.samplers_of(self) if not isinstance(sampler, ours)]
         for part in (*users, self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -273,7 +262,7 @@ class PreparedLoader(LoaderWrapper):
         before = dict(noted)
         try:
             return self._num_batches()
-        except (TypeError, NotImplementedError):  # as of length_or_none
+        except (TypeError, NotImplementedError):  # as of samplers.length_or_none
             return None
         finally:
             noted.update(before)
@@ -281,7 +270,8 @@ class PreparedLoader(LoaderWrapper):
     @property
     def _shard(self) -> Any:
         """The part that may divide the samples: the dataset or the sampler."""
-        is_ours = isinstance(self.dataset, IterableDatasetShard)  # a user's own knows nothing of it
+        # A user's own dataset knows nothing of it.
+        is_ours = isinstance(self.dataset, samplers.IterableDatasetShard)
         return self.dataset if is_ours else self._index.sampler
 
     @property
@@ -306,7 +296,7 @@ class PreparedLoader(LoaderWrapper):
     @property
     def _marks_last_round(self) -> bool:
         """Whether :meth:`_read` may yield a :class:`RoundBatch`, which has sample counts too."""
-        return isinstance(self.collate_fn, ShortRoundCollate)
+        return isinstance(self.collate_fn, samplers.ShortRoundCollate)
 
     # One pass.
 
@@ -454,7 +444,7 @@ class PreparedLoader(LoaderWrapper):
             base.load_state_dict(state or {})  # type: ignore[attr-defined]
         reader: Iterator[Any] = iter(base)
         if is_counted and start and state is None:
-            reader = skip(reader, start, keeps_first)
+            reader = samplers.skip(reader, start, keeps_first)
         if not keeps_states:
             return reader
         skips = start > 0 and state is None
@@ -494,7 +484,7 @@ class PreparedLoader(LoaderWrapper):
         def receive(batch: Any) -> Any:
             batch = batch if move is None else move(batch)
             position.short_round, is_uneven = None, None
-            if type(batch) is RoundBatch:
+            if type(batch) is samplers.RoundBatch:
                 batch, position.short_round, is_uneven = batch
             if position.short_round is not None:
                 position.remainder = position.short_round.num_samples
@@ -526,16 +516,17 @@ class PreparedLoader(LoaderWrapper):
     def _num_samples(self) -> int | None:
         """Number of samples of all ranks in an epoch; None if unknown."""
         dataset: Any = self.dataset
-        if isinstance(dataset, IterableDatasetShard):
-            length = length_or_none(dataset.dataset)
+        if isinstance(dataset, samplers.IterableDatasetShard):
+            length = samplers.length_or_none(dataset.dataset)
         elif isinstance(dataset, IterableDataset):
-            length = length_or_none(dataset)
+            length = samplers.length_or_none(dataset)
         else:
             sampler = self._index.sampler
-            if isinstance(sampler, BatchSamplerShard):
+            if isinstance(sampler, samplers.BatchSamplerShard):
                 length = sampler.num_samples
             else:
-                length = None if has_own_batches(sampler) else length_or_none(sampler.sampler)
+                is_known = not samplers.has_own_batches(sampler)
+                length = samplers.length_or_none(sampler.sampler) if is_known else None
                 length = length and length * self._num_readers
         size = self.total_batch_size
         if length is None or size is None:
@@ -693,8 +684,9 @@ class PreparedLoader(LoaderWrapper):
         given, asked = int(restored["given"]), self._options.skip_batches
         return (given if asked is None else asked), restored
 
-    def _seedable_samplers(self) -> list[SeedableRandomSampler]:
-        return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]
+    def _seedable_samplers(self) -> list[samplers.SeedableRandomSampler]:
+        found = samplers.samplers_of(self)
+        return [one for one in found if isinstance(one, samplers.SeedableRandomSampler)]
 
     def _generators(self) -> dict[str, torch.Generator]:
         named = {"workers": self.generator, "order": self.synchronized_generator}

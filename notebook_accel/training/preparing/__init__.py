@@ -267,16 +267,7 @@ class Preparation:
         Args:
             free: bytes of the host's memory that the copies may take.
         """
-        checkpoints = self.checkpoints()
-        return parts_of(
-            self.strategy,
-            self.models,
-            self.optimizers,
-            self.schedulers,
-            num_steps,
-            free,
-            {} if checkpoints is None else checkpoints.states_at_stop(),
-        )
+        return parts_of(self, num_steps, free)
 
     def memory_parts(self, error: BaseException) -> dict[str, int]:
         """Return the bytes of the device's memory that each part takes, if ``error`` is for them.

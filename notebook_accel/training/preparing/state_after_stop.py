@@ -1,6 +1,6 @@
 """Training state of a stopped or interrupted run: from the ranks to the notebook.
 
-    each rank:  parts_of(models, ...) -> RankPart, pickled and sent with the rank's last message
+    each rank:  parts_of(Preparation) -> RankPart, pickled and sent with the rank's last message
     notebook:   RankPart.join(parts of the other ranks) -> Rescued, which is ``run.rescued``
                 Rescued.write -> file in the run's folder -> Rescued.read, also in another kernel
 
@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -30,10 +30,10 @@ from notebook_accel.training.collectives.nested import honor_type, num_bytes, re
 from notebook_accel.training.files import numbered, save_weights
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.state_files import write_state
-from notebook_accel.training.models import PreparedModel
 from notebook_accel.training.settings.notices import notice
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from notebook_accel.training.preparing import Preparation
 
 # In the random states of a run that was interrupted elsewhere than at a common point of all ranks:
 # within which step, if some weights may have made it.
@@ -51,18 +51,18 @@ class Rescued:
     were sharded over the ranks.
     """
 
-    models: list[Module | None]
+    models: list[Module | None] = field(default_factory=list)
     """The models in the order in which they were prepared, unwrapped and on the CPU, also where
     they were spread over ranks. None for one that cannot be pickled, that was spread before
     ``prepare``, or of which weights are missing: make it anew and load its ``weights``."""
 
-    weights: list[dict[str, Any] | None]
+    weights: list[dict[str, Any] | None] = field(default_factory=list)
     """The whole state dict of each model, on the CPU; None where a piece of it is missing."""
 
-    optimizers: list[dict[str, Any] | None]
+    optimizers: list[dict[str, Any] | None] = field(default_factory=list)
     """The state dict of each optimizer, whole as well."""
 
-    schedulers: list[dict[str, Any]]
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
     """The state dict of each scheduler."""
 
     step: int
@@ -220,15 +220,7 @@ class RankPart(Rescued):
         )
 
 
-def parts_of(
-    strategy: Strategy,
-    known_models: Sequence[PreparedModel],
-    known_optimizers: Sequence[AcceleratedOptimizer],
-    known_schedulers: Sequence[AcceleratedScheduler],
-    num_steps: int,
-    free: int,
-    files: dict[str, Any],
-) -> Iterator[RankPart]:
+def parts_of(prepared: Preparation, num_steps: int, free: int) -> Iterator[RankPart]:
     """Yield this rank's part in alternative forms; the caller sends the first that pickles.
 
     Rank 0 yields a form with the models, then a form with state dicts alone. If any model is
@@ -240,28 +232,28 @@ def parts_of(
 
     Args:
         free: bytes of the host's memory that the copies may take.
-        files: the rest of a checkpoint.
     """
-    topology, context = strategy.topology, current()
+    strategy, context = prepared.strategy, current()
+    topology = strategy.topology
     is_first = topology.process_index == 0
-    in_parts = [strategy.is_in_parts(known.inner) for known in known_models]
-    if not known_models:
+    in_parts = [strategy.is_in_parts(known.inner) for known in prepared.models]
+    if not prepared.models:
         return
+    checkpoints = prepared.checkpoints()
+    files = {} if checkpoints is None else checkpoints.states_at_stop()
     if not (is_first or any(in_parts)):
         if files:  # its random states
             own = {name: state for name, state in files.items() if name.startswith("random")}
-            yield RankPart(
-                models=[], weights=[], optimizers=[], schedulers=[], step=num_steps, files=own
-            )
+            yield RankPart(step=num_steps, files=own)
         return
-    models = [known.plain for known in known_models]
+    models = [known.plain for known in prepared.models]
     # Ranks of one machine that all have parts copy theirs at the same time.
     num_copies = 2 * (topology.local_num_processes if any(in_parts) else 1)
     weights = [[*model.parameters(), *model.buffers()] for model in models]
     if (needed := num_copies * sum(map(num_bytes, weights))) > free:
         notice(f"what was being trained is not kept: {_of_memory(needed, free)}")
         return
-    optimizers = [strategy.own_optimizer_state(known.optimizer) for known in known_optimizers]
+    optimizers = [strategy.own_optimizer_state(known.optimizer) for known in prepared.optimizers]
     dropped = []
     if (needed := needed + num_copies * num_bytes(optimizers)) > free:
         dropped = [f"the optimizers' states are not kept: {_of_memory(needed, free)}"]
@@ -276,7 +268,7 @@ def parts_of(
             for model, is_part in zip(models, in_parts, strict=True)
         ],
         optimizers=[_in_pieces(state) for state in optimizers],
-        schedulers=[known.scheduler.state_dict() for known in known_schedulers],
+        schedulers=[known.scheduler.state_dict() for known in prepared.schedulers],
         step=num_steps,
         missing=dropped,
         files=files,
@@ -286,7 +278,7 @@ def parts_of(
     if is_first:
         models_sent = [
             known.meta_copy if is_part else model
-            for known, model, is_part in zip(known_models, models, in_parts, strict=True)
+            for known, model, is_part in zip(prepared.models, models, in_parts, strict=True)
         ]
         yield replace(without, models=models_sent)
         for index, is_part in enumerate(in_parts):
