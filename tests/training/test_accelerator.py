@@ -7,6 +7,7 @@ import copy
 import gc
 import json
 import multiprocessing
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,11 @@ def test_old_loader_arguments_are_honoured() -> None:
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Accelerator(cpu=True, **arguments)
+
+
+def test_it_says_that_it_stays_in_its_process() -> None:
+    with pytest.raises(ConfigError, match="Make one in the process that needs it"):
+        pickle.dumps(Accelerator(cpu=True))
 
 
 def test_asking_for_nothing_is_no_mistake_but_a_wrong_name_is() -> None:

@@ -1,22 +1,29 @@
-"""Where each rank has whole models no rank waits for another in a save, whoever calls it."""
+"""Saves of several ranks: where models are spread all save together, and learn of every failure;
+where each rank has whole models no rank waits for another, whoever saves."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
 from notebook_accel.training.checkpoint import saves
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.processes.topology import barrier
+from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.waiting import eventually
@@ -41,6 +48,94 @@ def step(accelerator: Accelerator, parts: Any) -> None:
 
 def files(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
+
+
+@contextlib.contextmanager
+def saving_together() -> Iterator[None]:
+    """Let ranks with whole models save as if each had a part."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDPStrategy, "saves_together", property(lambda self: True))
+        yield
+
+
+# All together.
+
+
+def saves_to_folders_of_their_own(folder: Path) -> dict[str, Any]:
+    """Each rank made up a name, from the time say; then the numbers go on, also after a rank has
+    counted otherwise."""
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator, _ = setup(project_config=project)
+    paths = [accelerator.save_state(folder / f"at_{accelerator.process_index}")]
+    accelerator.project_configuration.iteration += accelerator.process_index
+    paths += [accelerator.save_state(), accelerator.save_state()]
+    barrier()
+    return {
+        "paths": [Path(path).name for path in paths],
+        "there": files(folder),
+        "in it": [files(Path(path)) for path in paths],
+    }
+
+
+def fails_on(rank: int, folder: Path, *, in_background: bool = False) -> str:
+    accelerator, _ = setup()
+
+    def hook(models: Any, weights: Any, output_dir: str) -> None:
+        if accelerator.process_index == rank:
+            raise OSError("disk full")
+
+    handle = accelerator.register_save_state_pre_hook(hook)
+    told = ""
+    try:
+        accelerator.save_state(folder / "state", async_save=in_background)
+        accelerator.wait_for_checkpoint()
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    handle.remove()
+    barrier()
+    there = files(folder)
+    barrier()
+    accelerator.save_state(folder / "state")
+    barrier()
+    return f"{told} {there} {files(folder)}"
+
+
+def comes_late(folder: Path) -> list[str]:
+    """Ranks 0 and 2 wait until a line names rank 1, which only then comes."""
+    accelerator, _ = setup()
+    saves._NOTICE_SECONDS = 0.05
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if accelerator.process_index == 1:
+            eventually((folder / "told").exists, within=60, what="the others are told")
+        else:
+            plain = warnings.warn
+
+            def warn(text: str, **options: Any) -> None:
+                plain(text, **options)
+                (folder / "told").touch()
+
+            saves.warnings = SimpleNamespace(warn=warn)  # type: ignore[assignment]
+        accelerator.save_state(folder / "state")
+    saves.warnings = warnings  # type: ignore[assignment]
+    barrier()
+    return [str(one.message) for one in caught if "waits for" in str(one.message)]
+
+
+def saves_models(folder: Path) -> list[str]:
+    """Rank 0 alone where each rank has the model whole; and all where it is in parts."""
+    accelerator, (model, _) = setup()
+    if accelerator.is_main_process:
+        accelerator.save_model(model, folder / "encoder")
+        accelerator.save_model(model, folder / "decoder")
+    with saving_together():
+        accelerator.save_model(model, folder / "parts")
+        accelerator.save_state(folder / "state")
+    barrier()
+    return files(folder)
+
+
+# No rank waits for another.
 
 
 def rank_0_alone(folder: Path) -> dict[str, Any]:
@@ -186,26 +281,33 @@ def fails_as_rank_0_publishes(folder: Path) -> list[list[str]]:
     return [fails_beside(folder / str(when), is_before=when) for when in (True, False)]
 
 
-CASES = {
-    one.__name__: one
-    for one in (
-        rank_0_alone,
-        any_rank_but_0,
-        best_by_rank_0_and_last_by_all,
-        late_ranks,
-        loads_in_another_accelerator,
-        a_failing_rank,
-        fails_as_rank_0_publishes,
-    )
+TOGETHER: dict[str, Any] = {
+    "folders": saves_to_folders_of_their_own,
+    "late": comes_late,
+    "rank 0 fails": lambda folder: fails_on(0, folder),
+    "rank 1 fails": lambda folder: fails_on(1, folder),
+    "rank 1 fails in the background": lambda folder: fails_on(1, folder, in_background=True),
+}
+ALONE: dict[str, Any] = {
+    "models": saves_models,
+    "rank 0": rank_0_alone,
+    "any but rank 0": any_rank_but_0,
+    "best and last": best_by_rank_0_and_last_by_all,
+    "late ranks": late_ranks,
+    "another accelerator": loads_in_another_accelerator,
+    "a failing rank": a_failing_rank,
+    "fails as rank 0 publishes": fails_as_rank_0_publishes,
 }
 
 
 def all_cases(folder: str) -> dict[str, Any]:
     results = {}
-    for name, case in CASES.items():
-        (Path(folder) / name).mkdir(exist_ok=True)
+    for name, case in {**TOGETHER, **ALONE}.items():
+        place = Path(folder, name)
+        place.mkdir(exist_ok=True)
         barrier()
-        results[name] = case(Path(folder) / name)
+        with saving_together() if name in TOGETHER else contextlib.nullcontext():
+            results[name] = case(place)
         barrier()
     return results
 
@@ -215,8 +317,61 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_cases, NUM_RANKS, str(tmp_path_factory.mktemp("saves")))
 
 
+def test_the_folder_and_the_numbers_are_rank_0s(ranks: list[dict[str, Any]]) -> None:
+    for got in ranks:
+        assert got["folders"] == {
+            "paths": ["at_0", "checkpoint_0", "checkpoint_1"],
+            "there": ["at_0", "checkpoints"],
+            "in it": [FILES] * 3,
+        }
+
+
+@pytest.mark.parametrize("case", ["rank 0 fails", "rank 1 fails", "rank 1 fails in the background"])
+def test_every_rank_learns_who_could_not_write(case: str, ranks: list[dict[str, Any]]) -> None:
+    culprit = 0 if "0" in case else 1
+    for rank, got in enumerate(ranks):
+        told, _, listed = got[case].partition(" [")
+        assert listed == "] ['state']", "nothing is left, and the next save goes well"
+        if rank == culprit:
+            assert told == "OSError: disk full"
+        else:
+            assert f"rank {culprit} could not write its part of the checkpoint" in told
+            assert "stays as it is): OSError: disk full. Mend that on its machine" in told
+
+
+def test_outside_of_the_launcher_a_line_names_who_is_missing(ranks: list[dict[str, Any]]) -> None:
+    line = "save_state() waits for rank 1: call it on every rank, and take it out of `if"
+    assert [len(got["late"]) for got in ranks] == [1, 0, 0]
+    assert ranks[0]["late"][0].startswith(line)
+
+
+def test_whole_models_are_saved_by_rank_0_alone(ranks: list[dict[str, Any]]) -> None:
+    for got in ranks:
+        assert got["models"] == ["decoder", "encoder", "parts", "state"]
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("evil",))
+
+
+def test_what_another_user_puts_into_the_store_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's store lies on the loopback interface, and asks nobody for a secret."""
+    monkeypatch.chdir(tmp_path)
+    store = dist.HashStore()
+    monkeypatch.setattr(saves, "exchange", lambda: SimpleNamespace(store=lambda: store))
+    here: Any = SimpleNamespace(process_index=0, local_process_index=0, num_processes=2)
+    save = saves.JointSave("save_state()", here)
+    store.set("notebook_accel/save 1/wrote/1", pickle.dumps(Evil()))
+    with pytest.raises(ValueError):
+        save.finish(None, lambda _: None)
+    assert files(tmp_path) == []
+
+
 def test_rank_0_may_save_alone(ranks: list[dict[str, Any]]) -> None:
-    got = [one["rank_0_alone"] for one in ranks]
+    got = [one["rank 0"] for one in ranks]
     for one in got:
         assert one["paths"] == ["all", "checkpoint_2"]
         checkpoints = [f"checkpoint_{number}" for number in range(3)]
@@ -227,39 +382,39 @@ def test_rank_0_may_save_alone(ranks: list[dict[str, Any]]) -> None:
 
 def test_other_ranks_alone_save_nothing_and_do_not_hang(ranks: list[dict[str, Any]]) -> None:
     for rank, got in enumerate(ranks):
-        assert got["any_rank_but_0"] == {"there": ["last"], "last": FILES, "told": int(rank > 0)}
+        assert got["any but rank 0"] == {"there": ["last"], "last": FILES, "told": int(rank > 0)}
 
 
 def test_the_best_by_rank_0_alone_leaves_the_last_whole(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
-        assert got["best_by_rank_0_and_last_by_all"] == [OF_RANK_0, FILES]
+        assert got["best and last"] == [OF_RANK_0, FILES]
 
 
 def test_another_accelerator_loads_what_is_still_being_saved(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
-        assert got["loads_in_another_accelerator"]["there"]
+        assert got["another accelerator"]["there"]
 
 
 def test_late_ranks_add_their_files_to_their_own_checkpoint(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
-        assert got["late_ranks"]["seen"] == [OF_RANK_0, FILES[:4], OF_RANK_0, OF_RANK_0, FILES]
-        assert got["late_ranks"]["left"] == ["state"]
+        assert got["late ranks"]["seen"] == [OF_RANK_0, FILES[:4], OF_RANK_0, OF_RANK_0, FILES]
+        assert got["late ranks"]["left"] == ["state"]
 
 
 def test_a_rank_that_cannot_write(ranks: list[dict[str, Any]]) -> None:
     for rank, got in enumerate(ranks):
-        told = got["a_failing_rank"]["told"]
+        told = got["a failing rank"]["told"]
         of_rank_0 = "rank 0 could not write the checkpoint (the last one stays as it is): OSError"
         assert told[0].startswith(of_rank_0 if rank else "disk full")
         assert told[1:3] == ["False", str(FILES)]
         assert told[3] == ("disk full" if rank == 1 else "")
         assert told[4:] == [str([*FILES[:3], FILES[4]]), str(FILES)]
-        assert got["a_failing_rank"]["left"] == ["of 0", "of 1"]
+        assert got["a failing rank"]["left"] == ["of 0", "of 1"]
 
 
 def test_no_empty_file_stays_of_a_rank_that_fails(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
-        assert got["fails_as_rank_0_publishes"] == [[*FILES[:3], FILES[4]]] * 2
+        assert got["fails as rank 0 publishes"] == [[*FILES[:3], FILES[4]]] * 2
 
 
 def dies_in_its_save(folder: str) -> None:
