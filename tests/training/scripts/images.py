@@ -1,9 +1,7 @@
-"""Loops of image scripts: timm-like training, diffusers-like training, detection, GANs."""
+"""Loops of image scripts: timm-like training, detection, GANs."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,89 +57,6 @@ def cv_example(accelerate: Any, folder: Path) -> dict[str, Any]:
         "accuracy": accuracy,
         "rate": optimizer.param_groups[0]["lr"],
         "weights": fingerprint(model),
-    }
-
-
-class Average:
-    def __init__(self, parameters: Any, decay: float = 0.9) -> None:
-        self.shadow = [parameter.detach().clone() for parameter in parameters]
-        self.decay = decay
-        self.steps = 0
-
-    def step(self, parameters: Any) -> None:
-        self.steps += 1
-        for shadow, parameter in zip(self.shadow, parameters, strict=True):
-            shadow.lerp_(parameter.detach(), 1 - self.decay)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow, "decay": self.decay, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow, self.decay, self.steps = state["shadow"], state["decay"], state["steps"]
-
-
-def text_to_image(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """diffusers: noise, EMA, accumulation, clipping, checkpoints of the main process, early end."""
-    accelerator = accelerate.Accelerator(
-        gradient_accumulation_steps=2,
-        project_config=accelerate.utils.ProjectConfiguration(project_dir=str(folder)),
-    )
-    unet, vae = mlp(4, 8, 4), mlp(4, 4, 4)
-    vae.requires_grad_(False)
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-2)
-    loader = DataLoader(Points(17), shuffle=True, batch_size=2, generator=seeded(2))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    unet, optimizer, loader, schedule = accelerator.prepare(unet, optimizer, loader, schedule)
-    vae.to(accelerator.device)
-    ema = Average(unet.parameters())
-    accelerator.register_for_checkpointing(ema)
-    noise_of, global_step, max_train_steps = seeded(9), 0, 5
-    logged, norms = [], []
-    accelerator.init_trackers("text2image", config={"steps": max_train_steps})
-    for _ in range(3):
-        train_loss = 0.0
-        for batch in loader:
-            with accelerator.accumulate(unet):
-                latents = vae(batch["pixel_values"])
-                noise = torch.randn(latents.shape, generator=noise_of)
-                loss = nn.functional.mse_loss(unet(latents + noise).float(), noise.float())
-                avg_loss = accelerator.gather(loss.repeat(2)).mean()
-                train_loss += avg_loss.item() / 2
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(unet.parameters(), 0.5)
-                    norms.append(float(norm))
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                ema.step(unet.parameters())
-                global_step += 1
-                accelerator.log({"train_loss": train_loss}, step=global_step)
-                logged.append(train_loss)
-                train_loss = 0.0
-                if global_step % 2 == 0:
-                    if accelerator.is_main_process:
-                        # The other rank may have made this step's folder already.
-                        there = [f"checkpoint-{step}" for step in range(2, global_step, 2)]
-                        there = [each for each in there if (folder / each).exists()]
-                        for old in there[: max(0, len(there) - 1)]:
-                            shutil.rmtree(folder / old)
-                    accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
-            if global_step >= max_train_steps:
-                break
-        if global_step >= max_train_steps:
-            break
-    accelerator.wait_for_everyone()
-    found = sorted(os.listdir(folder))
-    accelerator.load_state(str(folder / "checkpoint-4"))
-    return {
-        "logged": logged,
-        "norms": norms,
-        "folders": found,
-        "rate": schedule.get_last_lr(),
-        "ema": [float(shadow.sum()) for shadow in ema.shadow],
-        "weights": fingerprint(accelerator.unwrap_model(unet)),
     }
 
 
@@ -268,7 +183,6 @@ def aspect_ratios(accelerate: Any, folder: Path) -> dict[str, Any]:
 
 LOOPS = [
     cv_example,
-    text_to_image,
     gan,
     detection,
     aspect_ratios,
