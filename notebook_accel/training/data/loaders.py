@@ -179,7 +179,7 @@ class PreparedLoader(LoaderWrapper):
         self._progress = LoaderProgress()
         name = "sampler" if base.batch_sampler is None else "batch_sampler"
         self._index = vars(base)[name] = samplers.IndexSource(getattr(base, name))
-        base.generator = new_generator(0)  # `_seed_workers` seeds it
+        base.generator = new_generator(0)  # seeded as each pass begins
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
@@ -372,7 +372,14 @@ class PreparedLoader(LoaderWrapper):
             generators=self._generator_states(),
             reader_states=dict(restored.get("reader") or {}),
         )
-        self._seed_workers()
+        # Draw the seed of the worker processes, as torch's loader does. The generator has the same
+        # state on all ranks, so each share of the data gets another seed, lest the workers of all
+        # ranks augment their samples alike.
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+        seed = (drawn + self._options.data_group.index * _SEED_STEP) % 2**64
+        self.base_dataloader.generator.manual_seed(seed)
+        is_ours = self.num_workers and self.worker_init_fn is None
+        self._index.seed = seed if is_ours else None
         self._progress.position = position
         begin = restored.get("begin")
         if begin is None:
@@ -403,20 +410,6 @@ class PreparedLoader(LoaderWrapper):
             synchronize_rng_state("generator", self.synchronized_generator)
         for sampler in self._seedable_samplers():
             sampler.agree_on_seed()
-
-    def _seed_workers(self) -> None:
-        """Draw the seed of the worker processes for this pass, as torch's loader does.
-
-        The loader's generator has the same state on all ranks. With one seed, the workers of all
-        ranks would augment their samples alike. So each rank that reads other samples gets another
-        seed, and ranks that read the same samples (because they hold one model together) get the
-        same seed.
-        """
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
-        seed = (drawn + self._options.data_group.index * _SEED_STEP) % 2**64
-        self.base_dataloader.generator.manual_seed(seed)
-        is_ours = self.num_workers and self.worker_init_fn is None
-        self._index.seed = seed if is_ours else None
 
     def _read(self, position: Position) -> Iterator[Any]:
         """Return the batches of this rank from ``position`` on, as the dataset made them."""

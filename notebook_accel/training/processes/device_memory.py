@@ -154,7 +154,12 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     start = batch_size = starting_batch_size
-    reduce = _with_argument(reduce_batch_size_fn)
+    reduce: Callable[..., int] = reduce_batch_size_fn or (lambda size: size * 9 // 10)
+    try:
+        inspect.signature(reduce).bind()
+        takes_size = False
+    except TypeError:
+        takes_size = True
     name = getattr(function, "__name__", type(function).__name__)
 
     @wraps(function)
@@ -176,7 +181,7 @@ def find_executable_batch_size(
                     raise
                 reason = str(error) or type(error).__name__
             # Out here: the error's traceback held the tensors of the try.
-            smaller = reduce(batch_size)
+            smaller = reduce(batch_size) if takes_size else reduce()
             if not isinstance(smaller, int) or smaller >= batch_size:
                 raise ConfigError(
                     f"reduce_batch_size_fn gave {smaller!r} after {batch_size}: expected a smaller "
@@ -192,17 +197,6 @@ def find_executable_batch_size(
         )
 
     return search
-
-
-def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """Return a function from the failed batch size to the next; nine tenths without ``reduce``."""
-    if reduce is None:
-        return lambda size: size * 9 // 10
-    try:
-        inspect.signature(reduce).bind()
-    except TypeError:
-        return reduce
-    return lambda _: reduce()
 
 
 @contextlib.contextmanager

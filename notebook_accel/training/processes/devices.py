@@ -297,17 +297,12 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     file = _PCI / address / "local_cpulist"
     if not file.exists():
         return
-    cores = _parse_cores(file.read_text()) & os.sched_getaffinity(0)
+    cores: set[int] = set()
+    for part in filter(None, file.read_text().strip().split(",")):  # such as "0-3,8"
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    cores &= os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
     if environment.read_flag("DEBUG_MODE") if verbose is None else verbose:
         _log.info("local rank %d runs on the cores %s", local_process_index, sorted(cores))
-
-
-def _parse_cores(text: str) -> set[int]:
-    """Return the CPU cores that Linux lists in a text such as "0-3,8"."""
-    cores: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores
