@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -363,8 +363,8 @@ class Format:
             state = read_state(plain, on_host(self.options))
             return state
         try:
-            with safe_open(required(safe), framework="pt") as file:
-                state = {name: file.get_tensor(name) for name in [*file.keys()]}
+            state = load_file(required(safe))
+            with safe_open(safe, framework="pt") as file:
                 header = file.metadata() or {}
         except SafetensorError as error:
             raise NotebookAccelError(explain(safe, error)) from error
