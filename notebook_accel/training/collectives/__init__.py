@@ -26,12 +26,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.rank.this_rank import current, has_process_group
-from notebook_accel.training.collectives.nested import (
-    is_namedtuple,
-    leaves_with_paths,
-    rebuild,
-    recursively_apply,
-)
+from notebook_accel.training.collectives import nested
 from notebook_accel.training.settings import environment
 
 # Where a rank keeps its Exchange, and whether its code asked for debug mode.
@@ -124,7 +119,7 @@ def require_agreement(
         return
     mine = [
         f"{path} {_describe(leaf, free_dimension)}".lstrip()
-        for path, leaf in leaves_with_paths(data, "")
+        for path, leaf in nested.leaves_with_paths(data, "")
     ]
     everywhere = objects_of_ranks(mine, group)
     if any(of_rank != everywhere[0] for of_rank in everywhere):
@@ -236,7 +231,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         require_agreement("gather", tensor, group)
     if type(tensor) is torch.Tensor:
         return _gather(tensor, group, facts)
-    return recursively_apply(_gather, tensor, group, facts, error_on_other_type=True)
+    return nested.recursively_apply(_gather, tensor, group, facts, error_on_other_type=True)
 
 
 def _gather(
@@ -340,7 +335,7 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> lis
             string too) counts as one object.
         group: the ranks; None means all.
     """
-    plain = isinstance(object, (list, tuple)) and not is_namedtuple(object)
+    plain = isinstance(object, (list, tuple)) and not nested.is_namedtuple(object)
     mine = list(object) if plain else [object]
     if num_ranks(group) == 1:
         return mine
@@ -369,7 +364,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
         tensor([1., 2.])
     """
     require_agreement("broadcast", tensor, group)
-    return recursively_apply(_broadcast, tensor, from_process, group, error_on_other_type=True)
+    return nested.recursively_apply(
+        _broadcast, tensor, from_process, group, error_on_other_type=True
+    )
 
 
 def _broadcast(leaf: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -439,7 +436,7 @@ def reduce(
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {[*_REDUCTIONS, 'none']}")
     require_agreement("reduce", tensor, group)
-    return recursively_apply(_reduce, tensor, reduction, group, error_on_other_type=True)
+    return nested.recursively_apply(_reduce, tensor, reduction, group, error_on_other_type=True)
 
 
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN"}
@@ -494,7 +491,7 @@ def pad_across_processes(
         padded.narrow(dim, missing if pad_first else 0, size).copy_(leaf)
         return padded
 
-    return recursively_apply(pad_across_processes, tensor, error_on_other_type=True)
+    return nested.recursively_apply(pad_across_processes, tensor, error_on_other_type=True)
 
 
 def split_between(
@@ -516,7 +513,7 @@ def split_between(
                 "the values of a dict are divided alike, but their lengths differ: "
                 f"{lengths}; make them equal, or divide them one by one"
             )
-        return rebuild(
+        return nested.rebuild(
             inputs,
             {
                 key: split_between(value, num_processes, process_index, apply_padding)

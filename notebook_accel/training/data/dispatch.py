@@ -27,13 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
-from notebook_accel.training.collectives.nested import (
-    find_batch_size,
-    honor_type,
-    leaves,
-    rebuild,
-    recursively_apply,
-)
+from notebook_accel.training.collectives import nested
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
 from notebook_accel.training.processes import topology
@@ -206,7 +200,7 @@ def _pack(
     others = set(index_of_rank[1:])  # rank 0 has its own part already
     forms = {
         index: divided[index]._replace(
-            batch=recursively_apply(
+            batch=nested.recursively_apply(
                 lambda one: torch.empty_like(one, device="meta"), divided[index].batch
             )
         )
@@ -228,7 +222,7 @@ def _pack(
 def _places(part: RoundBatch) -> tuple[list[tuple[int, torch.Tensor]], int]:
     """Return each tensor with the byte at which it begins in a buffer, and the buffer's length."""
     found, end = [], 0
-    for tensor in (leaf for leaf in leaves(part.batch) if isinstance(leaf, torch.Tensor)):
+    for tensor in (leaf for leaf in nested.leaves(part.batch) if isinstance(leaf, torch.Tensor)):
         start = end + -end % _ALIGNMENT
         found.append((start, tensor))
         end = start + tensor.nbytes
@@ -243,7 +237,7 @@ def _fill(form: RoundBatch, buffer: torch.Tensor) -> RoundBatch:
         start = next(starts)
         return buffer[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
 
-    return form._replace(batch=recursively_apply(read, form.batch))
+    return form._replace(batch=nested.recursively_apply(read, form.batch))
 
 
 @dataclass
@@ -379,10 +373,12 @@ def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
 
 def count_rows(batch: Any) -> int | None:
     """Return the rows of a batch's tensors or of its list; None if that is not clear."""
-    size = find_batch_size(batch)
+    size = nested.find_batch_size(batch)
     if size is None:
         return len(batch) if _is_column(batch) else None
-    tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim)
+    tensors = (
+        leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim
+    )
     return size if all(tensor.shape[0] == size for tensor in tensors) else None
 
 
@@ -403,9 +399,9 @@ def slice_rows(batch: Any, own: slice) -> Any:
         if _is_column(value) and len(value) == rows:
             return value[own]
         if isinstance(value, (list, tuple)):
-            return honor_type(value, (cut(item) for item in value))
+            return nested.honor_type(value, (cut(item) for item in value))
         if isinstance(value, Mapping):
-            return rebuild(value, {key: cut(item) for key, item in value.items()})
+            return nested.rebuild(value, {key: cut(item) for key, item in value.items()})
         return value
 
     return cut(batch)
@@ -432,7 +428,9 @@ def join_rows(batches: list[Any]) -> Any:
         return type(first)(itertools.chain(*batches))
     if isinstance(first, (list, tuple)):
         columns = zip(*batches, strict=True)
-        return honor_type(first, (join_rows(list(column)) for column in columns))
+        return nested.honor_type(first, (join_rows(list(column)) for column in columns))
     if isinstance(first, Mapping):
-        return rebuild(first, {key: join_rows([each[key] for each in batches]) for key in first})
+        return nested.rebuild(
+            first, {key: join_rows([each[key] for each in batches]) for key in first}
+        )
     return first

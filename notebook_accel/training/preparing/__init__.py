@@ -32,11 +32,7 @@ from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward
 from notebook_accel.training.preparing.state_after_stop import copy_on_meta, parts_of
-from notebook_accel.training.processes.device_memory import (
-    is_out_of_memory,
-    memory_parts,
-    off_device,
-)
+from notebook_accel.training.processes import device_memory
 from notebook_accel.training.processes.devices import name_of_device
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
@@ -242,7 +238,7 @@ class Preparation:
     def off_device(self) -> AbstractContextManager[None]:
         """Return a context within which what was prepared lies on the host."""
         models = [known.inner for known in self.models]
-        return off_device(self.request.topology.device, models, self.optimizers)
+        return device_memory.off_device(self.request.topology.device, models, self.optimizers)
 
     def resume(self) -> None:
         if (checkpoints := self.checkpoints()) is None:
@@ -274,10 +270,10 @@ class Preparation:
 
         The dictionary is empty if ``error`` does not say that memory ran out.
         """
-        if not is_out_of_memory(error):
+        if not device_memory.is_out_of_memory(error):
             return {}
         models = [known.inner for known in self.models]
-        return memory_parts(self.request.topology.device, models, self.optimizers)
+        return device_memory.memory_parts(self.request.topology.device, models, self.optimizers)
 
     def prepare_data_loader(
         self,
