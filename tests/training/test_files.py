@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError
 from notebook_accel.training.files import atomic, state_files
 from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.test_sharded_checkpoint import Keeps
 
 # What changes a disk, as Python's audit hooks name it.
 _STEPS = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "open"}
@@ -193,20 +193,6 @@ def test_a_full_disk_is_told_as_that(write: Callable[[], Any]) -> None:
 # States in files.
 
 
-class Keeps(nn.Linear):
-    """A module that keeps something beside its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 1)
-        self.kept: Any = 1
-
-    def get_extra_state(self) -> Any:
-        return self.kept
-
-    def set_extra_state(self, state: Any) -> None:
-        self.kept = state
-
-
 class Trusted:
     """What a pickle may name for none but those who trust it."""
 
@@ -229,7 +215,7 @@ class Doing:
 def setup() -> tuple[Any, Any]:
     """A training that has made a step."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model: Any = Keeps()
+    model: Any = Keeps(1)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
     loader: Any = DataLoader(range(4))  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -306,7 +292,7 @@ def test_a_model_that_keeps_more_than_tensors_is_saved_whole(tmp_path: Path) -> 
     accelerator.save_model(model, tmp_path / "two", max_shard_size=8)
     one = torch.load(tmp_path / "one" / "pytorch_model.bin")
     index = json.loads((tmp_path / "two" / "pytorch_model.bin.index.json").read_text())
-    assert index["metadata"] == {"total_size": 12}
+    assert index["metadata"] == {"total_size": 24}
     files = {
         name: torch.load(tmp_path / "two" / file) for name, file in index["weight_map"].items()
     }

@@ -26,6 +26,7 @@ from notebook_accel.training.processes.topology import barrier
 from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.test_checkpoint import Evil
 from tests.waiting import eventually
 
 NUM_RANKS = 3
@@ -348,11 +349,6 @@ def test_outside_of_the_launcher_a_line_names_who_is_missing(ranks: list[dict[st
 def test_whole_models_are_saved_by_rank_0_alone(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
         assert got["models"] == ["decoder", "encoder", "parts", "state"]
-
-
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, ("evil",))
 
 
 def test_what_another_user_puts_into_the_store_runs_nothing(

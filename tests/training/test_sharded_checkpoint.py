@@ -6,7 +6,6 @@ those three, in float32 up to the order of sums (see ``meshes``).
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import shutil
@@ -40,6 +39,7 @@ from tests.training.meshes import (
     loss_of,
 )
 from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.test_checkpoint import Evil
 
 STEPS = 3
 RANKS = {**{name: ranks for name, (ranks, _, _) in LAYOUTS.items()}, "ddp": 2, "full": 2}
@@ -292,11 +292,6 @@ def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
         FileNotFoundError, match=r"such as pytorch_model_fsdp_0.*holds: optimizer_0"
     ):
         merge_fsdp_weights(tmp_path / "d", tmp_path)
-
-
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, ("evil",))
 
 
 def test_the_index_of_parts_is_not_trusted(
