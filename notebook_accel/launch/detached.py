@@ -46,8 +46,7 @@ from notebook_accel.launch.payload import PackedCall, Registry, unpack_exception
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.setup.notebook_state import capture
 from notebook_accel.launch.template.handle import followed
-from notebook_accel.launch.transport import user_socket
-from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.channel import Channel, ProtocolError, connect
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.private.of_libraries import without_debugger
 from notebook_accel.system.interrupts import held
@@ -165,7 +164,7 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
         if run.state.has_ended:
             return run
         try:
-            channel = user_socket.connect(run_id)
+            channel = connect(run_id)
         except OSError as error:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)

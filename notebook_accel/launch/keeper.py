@@ -15,12 +15,14 @@ kernel: if the keeper is killed, the ranks end.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import signal
 import socket
 import sys
-import threading
 import time
+from multiprocessing.connection import wait
+from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.errors import LaunchError
@@ -30,13 +32,12 @@ from notebook_accel.launch.launcher import launch_packed
 from notebook_accel.launch.payload import PackedCall, Parcel, pack_exception
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.template.handle import follow, warm
-from notebook_accel.launch.transport import user_socket
-from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
+from notebook_accel.launch.transport.channel import Channel, ProtocolError, accept, encode, listen
 from notebook_accel.system.limits import raise_limit
-from notebook_accel.system.processes import is_readable
 
-# As often as a kernel draws.
+# As often as a kernel draws; and how late the end may be seen.
 _LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.05
 # Between two snapshots passes so many times what one takes to make.
 _SHARE = 20
 # How long kernels get to take the last state: one may be stopped, or in code that holds its GIL.
@@ -68,7 +69,7 @@ def serve(fd: int) -> None:
             follow(imports)
         packed = PackedCall(parcel=Parcel(message.payload, fds), **about)
         try:
-            listener = user_socket.listen(request.run_id)
+            listener = listen(request.run_id)
         except OSError as error:
             raise LaunchError(
                 f"no socket can be made by which kernels attach ({error}): leave detach out"
@@ -102,77 +103,61 @@ def serve(fd: int) -> None:
 
 
 def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> None:
-    """Serve attached kernels until the run has ended and they have its last state."""
-    kernels = [_Kernel(call, launcher)]
-    while not call.ended.is_set():
-        channel = None
-        if is_readable(listener, _LOOK_SECONDS):
-            channel = user_socket.accept(listener)
-        if channel is not None:
-            kernels.append(_Kernel(call, channel))
-        if not call.folder.path.exists():
-            # Without a folder nobody could find the run, or stop it.
-            with contextlib.suppress(OSError, LaunchError):
-                call.folder.create()
-                call.folder.save(call.state, call.config)
-    listener.close()
-    deadline = time.monotonic() + _LAST_SECONDS
-    for kernel in kernels:
-        kernel.sender.join(max(0.0, deadline - time.monotonic()))
+    """Serve attached kernels until the run has ended and they have its last state.
+
+    A kernel gets the newest state a few times a second, if it has taken the one before: it may be
+    stopped, or in code that holds its GIL.
+    """
+    # Each with the state that was sent to it last.
+    kernels: dict[Channel, RunState | None] = {launcher: None}
+    next_state, deadline = 0.0, math.inf
+    while True:
+        has_ended = call.ended.is_set()  # before its state is read, which then is the last one
+        now, state = time.monotonic(), call.state
+        if has_ended and deadline == math.inf:
+            next_state, deadline = now, now + _LAST_SECONDS
+        is_done = all(sent is state and one.is_idle for one, sent in kernels.items())
+        if now >= deadline or (has_ended and is_done):
+            return
+        sources: list[Any] = [*kernels] if has_ended else [listener, *kernels]
+        ready: list[Any] = wait(sources, _POLL_SECONDS)
+        if listener in ready and (new := accept(listener)) is not None:
+            kernels[new], next_state = None, now
+        if now >= next_state:
+            idle = [one for one, sent in kernels.items() if sent is not state and one.is_idle]
+            if idle:
+                snapshot = wire.RunSnapshot(state=encode(state))
+                for one in idle:
+                    one.post(snapshot)
+                    kernels[one] = state
+            # The states of many ranks that print much are large, and a kernel takes as long to read
+            # one as this process to write it.
+            next_state = now + max(_LOOK_SECONDS, _SHARE * (time.monotonic() - now))
+            if not call.folder.path.exists():
+                # Without a folder nobody could find the run, or stop it.
+                with contextlib.suppress(OSError, LaunchError):
+                    call.folder.create()
+                    call.folder.save(state, call.config)
+        gone = [one for one in kernels if not _serve_kernel(call, one, has_asked=one in ready)]
+        for one in gone:
+            del kernels[one]
 
 
-class _Kernel:
-    """An attached kernel: one thread sends it states, another takes its requests."""
-
-    def __init__(self, call: Call, channel: Channel) -> None:
-        self._call = call
-        self._channel = channel
-        self._lock = threading.Lock()  # of who sends
-        self.sender = threading.Thread(target=self._send_states, daemon=True)
-        self.sender.start()
-        threading.Thread(target=self._take_requests, daemon=True).start()
-
-    def _send(self, message: wire.Message) -> None:
-        with self._lock:
-            self._channel.send(message)
-
-    def _send_states(self) -> None:
-        """Send the run's newest state whenever it has changed; return after the last state.
-
-        The pause after a state is longer if encoding the state took long, since states of many
-        ranks are large. Of the states that come within a pause only the newest is sent.
-        """
-        seen: RunState | None = None
-        pause, has_ended = 0.0, False
-        with contextlib.suppress(OSError):  # the kernel is gone
-            while not has_ended:
-                has_ended = self._call.ended.wait(pause)
-                pause = _LOOK_SECONDS
-                if seen is not self._call.state:
-                    seen, begun = self._call.state, time.monotonic()
-                    snapshot = wire.RunSnapshot(state=encode(seen))
-                    # The states of many ranks that print much are large, and a kernel takes as
-                    # long to read one as this process to write it.
-                    pause = max(pause, _SHARE * (time.monotonic() - begun))
-                    self._send(snapshot)
-
-    def _take_requests(self) -> None:
-        try:
-            while True:
-                message, _ = self._channel.receive()
-                if isinstance(message, wire.Stop):
-                    self._call.stop(message.grace)
-                elif isinstance(message, wire.Interrupt):
-                    self._call.press(1)
-                elif isinstance(message, wire.Kill):
-                    self._call.kill()
-                elif isinstance(message, wire.DumpStacks):
-                    threading.Thread(target=self._dump, args=(message,), daemon=True).start()
-        except (EOFError, OSError, ProtocolError):
-            with self._lock:
-                self._channel.close()
-
-    def _dump(self, asked: wire.DumpStacks) -> None:
-        text = self._call.stacks(asked.rank)
-        with contextlib.suppress(OSError):
-            self._send(wire.Stacks(text=text, monotonic=asked.monotonic))
+def _serve_kernel(call: Call, kernel: Channel, *, has_asked: bool) -> bool:
+    """Obey a kernel, and write what waits for it; return whether it is still there."""
+    try:
+        for message, _ in kernel.drain() if has_asked else ():
+            if isinstance(message, wire.Stop):
+                call.stop(message.grace)
+            elif isinstance(message, wire.Interrupt):
+                call.press(1)
+            elif isinstance(message, wire.Kill):
+                call.kill()
+            elif isinstance(message, wire.DumpStacks):
+                text = call.stacks(message.rank)
+                kernel.post(wire.Stacks(text=text, monotonic=message.monotonic))
+        kernel.flush(block=False)
+    except (EOFError, OSError, ProtocolError):
+        kernel.close()
+        return False
+    return True
