@@ -34,7 +34,7 @@ import msgspec
 
 # A template says it first, and a machine as it joins: the other side compares it. Raise it with
 # every change of a message: a kernel and the processes that it starts may be of two versions.
-VERSION = 23
+VERSION = 24
 
 
 # What a knob may hold.
@@ -532,7 +532,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PointReached(Message, frozen=True, kw_only=True):
-    """From an agent, in answer to ``Stop`` or ``Act``: how far its ranks have come in their loops.
+    """From an agent, in answer to ``Stop``, ``Act`` or ``Hold``: how far its ranks have come.
 
     From the answers of all agents the kernel chooses a later point, at which all ranks act
     (:class:`ActAt`); actions/scoreboard.py explains how.
@@ -540,18 +540,13 @@ class PointReached(Message, frozen=True, kw_only=True):
     Attributes:
         number: of the action; ``scoreboard.STOP`` for a stop.
         refused: why this machine cannot do the action; "" if it can.
+        did: whether a rank has begun the action, or may have.
     """
 
     number: int
     passed: Passed = Passed()
     refused: str = ""
-
-
-class HoldAnswered(Message, frozen=True, kw_only=True):
-    """From an agent, in answer to ``Hold``: whether a rank of its had begun the action by then."""
-
-    number: int
-    did: bool
+    did: bool = False
 
 
 class ActionDone(Message, frozen=True, kw_only=True):

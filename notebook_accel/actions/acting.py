@@ -26,8 +26,6 @@ class Acting:
         self._is_done = True
         # When an answer was asked for that is not sent yet.
         self._asked_at: float | None = None
-        self._held_at: float | None = None
-        self._held = 0
         self._goes_on = False
         # The content of a stop that waits until ranks have done what was asked before.
         self._stop: bytes | None = None
@@ -35,7 +33,7 @@ class Acting:
     @property
     def is_awaited(self) -> bool:
         """Whether the kernel and all ranks wait for an answer."""
-        return self._asked_at is not None or self._held_at is not None
+        return self._asked_at is not None
 
     def ask(self, message: wire.Act, *, is_pause: bool, refused: str, now: float) -> None:
         """Ask the ranks for an action, or tell the kernel why this machine cannot do it."""
@@ -65,8 +63,10 @@ class Acting:
         """Let no rank begin the action of this number, and tell the kernel whether one has."""
         if message.number == self._number and not self._is_done:
             self._board.hold()
-        # Also where it crossed our word that all here have done it: the others' ranks may wait.
-        self._held, self._held_at = message.number, now
+            self._asked_at = now
+        else:  # it crossed our word that all here have done it: the others' ranks may wait
+            did = self._board.has_begun(message.number)
+            self._post(wire.PointReached, number=message.number, did=did)
 
     def go_on(self) -> None:
         if self._pause:
@@ -76,18 +76,13 @@ class Acting:
     def tick(self, now: float) -> None:
         """Send each answer that is known by now, and ask for a stop once it is its turn."""
         if self._asked_at is not None and now >= self._asked_at + FLAG_SECONDS:
-            passed = self._board.passed(patient=now < self._asked_at + _PATIENCE_SECONDS)
+            is_patient = now < self._asked_at + _PATIENCE_SECONDS
+            passed = self._board.passed(patient=is_patient)
             if passed is not None:
                 self._asked_at = None
-                self._post(wire.PointReached, number=self._number, passed=passed)
-        if self._held_at is not None and now >= self._held_at + FLAG_SECONDS:
-            did = self._board.resolved(self._held)
-            if did is None and now >= self._held_at + _PATIENCE_SECONDS:
                 # At worst the ranks keep the point that they had, which is correct too.
-                did = True
-            if did is not None:
-                self._held_at = None
-                self._post(wire.HoldAnswered, number=self._held, did=did)
+                did = not is_patient or self._board.has_begun(self._number)
+                self._post(wire.PointReached, number=self._number, passed=passed, did=did)
         if not self._is_done and (num_done := self._board.num_done(self._number)) is not None:
             self._is_done = True
             self._post(wire.ActionDone, number=self._number, num_ranks=num_done)

@@ -127,7 +127,7 @@ class CommonActions:
                 first = self._line[0]
                 if isinstance(message, wire.ActionDone):
                     first.num_did[agent] = message.num_ranks
-                elif isinstance(message, (wire.PointReached, wire.HoldAnswered)):
+                elif isinstance(message, wire.PointReached):
                     first.answers[agent] = message
             self.look()
 

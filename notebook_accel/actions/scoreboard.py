@@ -25,7 +25,7 @@ queued.
 
 An action that meets no point is withdrawn, unless a rank has done it:
 
-                                              hold(), resolved() -> did -->  did no rank do it?
+                                              hold(), passed()          -->  did no rank do it?
                                               act_at(NOWHERE), or       <--  ActAt
                                               act_at(point) once more
 
@@ -233,8 +233,9 @@ class Scoreboard:
     def passed(self, *, patient: bool = True) -> Passed | None:
         """Return the furthest points that ranks of this agent have passed; None if not known yet.
 
-        Called by the agent, after :meth:`ask`; it does not wait. For a stop, ranks whose part of
-        the call is over do not count: nobody waits for them. Other actions all ranks do, or none.
+        Called by the agent, after :meth:`ask` or :meth:`hold`; it does not wait. For a stop, ranks
+        whose part of the call is over do not count: nobody waits for them. Other actions all ranks
+        do, or none.
 
         Args:
             patient: whether to return None while a rank has come to a point but has not shown yet
@@ -264,16 +265,9 @@ class Scoreboard:
         self._view[_AT_BATCHES : _AT_SAVES + 1] = _NO_POINT
         self._view[_ROUND] += 1
 
-    def resolved(self, number: int) -> bool | None:
-        """Return, after :meth:`hold`, whether a rank has begun the action; None if not known yet.
-
-        Called by the agent; it does not wait.
-        """
-        rows = self._rows_in_call()
-        if any(row.did >= number for row in rows):
-            return True
-        shown = (self._shown(row, counter) for row in rows for counter in _COUNTERS)
-        return None if None in shown else False
+    def has_begun(self, number: int) -> bool:
+        """Return whether a rank has begun the action. Called by the agent, after :meth:`passed`."""
+        return any(row.did >= number for row in self._rows)
 
     def _shown(self, row: RankRow, counter: str) -> int | None:
         """Return the count of the newest point that a rank has passed; None if not known yet."""
