@@ -28,7 +28,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -310,7 +310,7 @@ _NO_STEPS = StepTimes()
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Counters and resource use of a rank.
+    """Counters and resource use of a rank; their names are those of the scoreboard or the gauges.
 
     Attributes:
         total_batches: number of batches in the current pass through the loader; None if unknown.
@@ -523,10 +523,11 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do at one common point of their training (actions/scoreboard.py).
 
     Attributes:
+        kind: what is done, by a word of ``rank/this_rank.py`` (``_acts``).
         folder: where a save goes; "" leaves that to the function.
     """
 
-    kind: Literal["set", "save", "pause"]
+    kind: str
     values: dict[str, KnobValue] = {}
     folder: str = ""
 

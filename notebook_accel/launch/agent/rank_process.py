@@ -8,12 +8,13 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.actions.ending import StepClock
-from notebook_accel.actions.scoreboard import Scoreboard
+from notebook_accel.actions.scoreboard import RankRow, Scoreboard
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.transport.channel import Channel
@@ -26,6 +27,8 @@ from notebook_accel.system.own_files import log_path, open_log
 # times a second.
 _OUTPUT_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.2
+# What a rank counts itself, by one name on the board and in its usage.
+_COUNTED = {field.name for field in fields(wire.Usage)} & {*RankRow.__annotations__} - {"step_times"}
 # A rank that runs Python has seen its SIGINT by then.
 _WAKE_SECONDS = 0.25
 # A dump of stacks is whole once the file has not grown for this long.
@@ -208,18 +211,10 @@ class RankProcess:
     def _new_sample(self, now: float) -> Iterator[wire.Message]:
         if self.alive:
             self._gauges.read(now)
-        row, measured = self.row, self._gauges.measured.copy()
-        measured["device_memory"] = row.device_memory or measured.get("device_memory")
-        usage = wire.Usage(
-            **measured,
-            batches=row.batches,
-            total_batches=row.total_batches or None,
-            pass_start=row.pass_start,
-            steps=row.steps,
-            device_peak=row.device_peak or None,
-            device_limit=row.device_limit or None,
-            step_times=wire.StepTimes(*row.step_times),
-        )
+        counted = {name: getattr(self.row, name) for name in _COUNTED}
+        known = {name: value for name, value in counted.items() if value}
+        times = wire.StepTimes(*self.row.step_times)
+        usage = wire.Usage(**{**self._gauges.measured, **known}, step_times=times)
         if usage != self._usage:
             self._usage = usage
             yield wire.Sample(call=self._call, rank=self.rank, usage=usage)
