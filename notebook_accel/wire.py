@@ -241,12 +241,6 @@ class PortReserved(Message, frozen=True, kw_only=True):
     port: int
 
 
-class LogOpened(Message, frozen=True, kw_only=True):
-    """From an agent on another machine: it will send a rank's output as the stream ``stream``."""
-
-    stream: int
-
-
 class RankFailed(Message, frozen=True, kw_only=True):
     """From an agent: one of its ranks failed in the call."""
 
@@ -727,7 +721,7 @@ class StreamOpened(Message, frozen=True, kw_only=True):
     """Announces a stream of bytes to another machine, to which no file descriptor can be sent.
 
     The stream carries the bytes of a memory segment, whose descriptor a later message would bring
-    on one machine, or the bytes of a growing log file.
+    on one machine, or the bytes of the growing log file of ``rank``.
 
     Attributes:
         size: size of the memory segment in bytes; None for a log file.
@@ -743,13 +737,6 @@ class Data(Message, frozen=True, kw_only=True):
     stream: int
     data: bytes
     last: bool = False
-
-
-class Credit(Message, frozen=True, kw_only=True):
-    """Allows the sender of a stream to send ``size`` more bytes; it may not send without credit."""
-
-    stream: int
-    size: int
 
 
 # ---- between the notebook and another machine (transport/machine_link.py) ------------------

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +39,6 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.run_state import ProcessState, RunState, apply_to_processes
 from notebook_accel.launch.text.wording import rank_list
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.system.interrupts import Latch, held
 from notebook_accel.system.own_files import open_log
 from notebook_accel.system.processes import describe_exit, is_readable
@@ -179,10 +179,8 @@ class RankPool:
         # Those that are not lost; only the pool's thread takes one out.
         self._links = list(links)
         self._all_links = tuple(links)
-        self._log_dir = log_dir
-        # For each rank whose output is sent here: by which channel, the number of the stream, and
-        # the bytes that its file has of an attempt before.
-        self._log_streams: dict[int, tuple[FramedChannel, int, int]] = {}
+        for link in links:
+            link.channel.open_log = partial(open_log, log_dir)
         # Guards what callers' threads and the pool's own thread both change, and the channels;
         # nothing is done under it that may block. Reentrant, since a finalizer that ends a session
         # or a run may be called in a thread that holds it.
@@ -475,16 +473,9 @@ class RankPool:
             call = self._call
             if isinstance(message, wire.Stacks) and message.rank is not None:
                 self._stacks[message.rank] = time.monotonic(), message.text
-            elif isinstance(message, wire.LogOpened) and message.rank is not None:
-                # The output of a rank on another machine: the channel writes it here.
-                assert isinstance(link.channel, FramedChannel), "no rank may say it"
-                fd = open_log(self._log_dir, message.rank)
-                size = os.fstat(fd).st_size
-                self._log_streams[message.rank] = link.channel, message.stream, size
-                with self._channels():
-                    link.channel.save(message.stream, fd)
-            elif isinstance(message, wire.Output) and message.rank in self._log_streams:
-                before = self._log_streams[message.rank][2]
+            elif isinstance(message, wire.Output) and message.rank in link.channel.logs:
+                # Of a rank on another machine, whose log here may begin with an attempt before.
+                before = link.channel.logs[message.rank].start
                 message = msgspec.structs.replace(
                     message, start=message.start + before, end=message.end + before
                 )
@@ -587,12 +578,11 @@ class RankPool:
 
     def _has_all_output(self, call: RunningCall) -> bool:
         """Return whether the whole output of the call from other machines has arrived here."""
-        for state in call.state.ranks:
-            channel, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
-            received = None if channel is None else channel.num_received(stream)
-            if received is not None and before + received < state.log_end:
-                return False
-        return True
+        return all(
+            log.is_whole or log.start + log.received >= call.state.ranks[rank].log_end
+            for link in self._links
+            for rank, log in link.channel.logs.items()
+        )
 
     def _end_call(self, call: RunningCall) -> None:
         with self._lock:

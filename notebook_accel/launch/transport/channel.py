@@ -21,6 +21,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Union
 
 import msgspec
@@ -106,6 +107,25 @@ class _Frame:
             deque(map(os.close, self._unclosed), maxlen=0)
 
 
+@dataclass(kw_only=True)
+class ReceivedStream:
+    """A memory segment or growing file whose bytes another machine sends (``frames.py``).
+
+    Attributes:
+        fd: descriptor to which its bytes are written; None for a file that cannot be written.
+        size: of a segment, in bytes; None for a file.
+        start: bytes that the file had before.
+        received: number of bytes that came.
+        is_whole: whether all bytes have arrived.
+    """
+
+    fd: int | None
+    size: int | None
+    start: int = 0
+    received: int = 0
+    is_whole: bool = False
+
+
 class Channel:
     """Sends and receives messages with file descriptors over a connected unix socket.
 
@@ -113,7 +133,11 @@ class Channel:
         heard: time in monotonic seconds at which bytes last arrived; at first, the time of
             creation.
         closed: whether :meth:`close` was called.
+        logs: by rank, the log files that another machine sends (``frames.py``).
+        open_log: opens the file of a rank for such a log, and returns its descriptor.
     """
+
+    open_log: Callable[[int], int] | None = None
 
     def __init__(self, sock: socket.socket) -> None:
         # The notebook's `socket.setdefaulttimeout` makes each new socket one that does not block,
@@ -127,6 +151,7 @@ class Channel:
         self._has_lost_fds = False
         self.heard = time.monotonic()
         self.closed = False
+        self.logs: dict[int, ReceivedStream] = {}
 
     def fileno(self) -> int:
         """Return the socket's descriptor; the channel still owns it."""
