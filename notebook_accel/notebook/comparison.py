@@ -35,7 +35,7 @@ T = TypeVar("T")
 _DRAW_SECONDS = 1.0
 _GOES_ON = "charts of runs that go on"
 # Of a curve that is a cell of a table; runs whose curves are kept for that once they have ended.
-_STRETCHES = 32
+_POINTS = 66
 _MAX_RUNS = 256
 _MAX_LABEL = 60
 
@@ -242,11 +242,11 @@ def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
     if in_detail:
         return _read_curves.__wrapped__(call.folder.path)
     read = _read_curves if call.ended.is_set() else _read_curves.__wrapped__
-    return read(call.folder.path, _STRETCHES)
+    return read(call.folder.path, _POINTS)
 
 
 @lru_cache(maxsize=_MAX_RUNS)
-def _read_curves(folder: Path, *stretches: int) -> dict[str, Curve]:
+def _read_curves(folder: Path, *points: int) -> dict[str, Curve]:
     found: dict[str, dict[int, Curve]] = {}
     try:
         rows = MetricReader(folder).sample()
@@ -254,7 +254,7 @@ def _read_curves(folder: Path, *stretches: int) -> dict[str, Curve]:
         return {}
     for row in rows:
         curves = found.setdefault(row["name"], {})
-        curves.setdefault(row["rank"], Curve(*stretches)).add(row["step"], row["value"])
+        curves.setdefault(row["rank"], Curve(*points)).add(row["step"], row["value"])
     return {name: curves[min(curves)] for name, curves in found.items()}
 
 

@@ -11,11 +11,18 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accel.launch.control.curves import Curve, LiveCurves, Point, metric_curves, to_draw
+from notebook_accel.launch.control.curves import (
+    Curve,
+    LiveCurves,
+    Point,
+    metric_curves,
+    thin_out,
+    to_draw,
+)
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.comparison import NO_ORIGINAL, Original
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.charts import PAGE_SIZE, render_charts, thin_out
+from notebook_accel.render.charts import PAGE_SIZE, render_charts
 from notebook_accel.render.markup import file_link
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.

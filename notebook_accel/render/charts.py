@@ -24,7 +24,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from notebook_accel.launch.control.curves import Curve, Point
+from notebook_accel.launch.control.curves import Curve, Point, thin_out
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, not_finite_note
@@ -65,18 +65,6 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SAVED_HEIGHT, _BOX = 112, 98
 # Pixels of the room for labels beside a box: the least, and of each character in the wider font.
 _LEFT, _LABEL_CHARACTER = 54, 6.7
-
-
-def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
-    """Reduce a curve to at most ``limit`` points, so that no peak and no gap is lost."""
-    if len(points) <= limit:
-        return list(points)
-    of_each = 2 if all(math.isfinite(y) for _, y in points) else 3
-    num, steps = (limit - 2) // of_each, [x for x, _ in points]
-    coarse = Curve(num, width=(max(steps) - min(steps)) / max(1, num - 1) or 1)
-    for point in points:
-        coarse.add(*point)
-    return coarse.points()
 
 
 # ---- the one renderer ----------------------------------------------------------------------

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch.control.curves import Curve, LiveCurves
+from notebook_accel.launch.control.curves import Curve, LiveCurves, thin_out
 from notebook_accel.notebook.comparison import Charts
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.runs import RunTable
-from notebook_accel.render.charts import COLOURS, render_charts, saved_chart, thin_out
+from notebook_accel.render.charts import COLOURS, render_charts, saved_chart
 from notebook_accel.render.markup import message_bytes
 from tests.notebook.states import after, logged, running
 from tests.notebook.widgets import field, part

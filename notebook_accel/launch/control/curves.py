@@ -1,11 +1,9 @@
 """Metrics of a running run as curves of bounded size, which the live charts draw.
 
-A curve divides the steps into at most 256 stretches of equal length. Of each stretch it keeps only
-the lowest and the highest value, and the first step whose value was nan or infinite. When there are
-more stretches, neighbours are merged into stretches of twice the length. So a peak is never lost,
-the chart shows the run from its first step on, and a million values need as much memory as a
-thousand. All values are on disk (``metrics_file.py``), from which tables and matplotlib's plots are
-made.
+A curve keeps at most some 1,000 points: when there are more, half of them are left out, but no peak
+(:func:`thin_out`). So the chart shows the run from its first step on, and a million values need as
+much memory as a thousand. All values are on disk (``metrics_file.py``), from which tables and
+matplotlib's plots are made.
 """
 
 from __future__ import annotations
@@ -15,7 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Point = tuple[float, float]
 # Points (step, value) of each rank, of each metric by name.
 Curves = dict[str, dict[int, list[Point]]]
-# The most stretches of a curve; a chart is about as many pixels wide (render/charts.py).
-_MAX_STRETCHES = 256
+# Of a curve that is drawn: the lowest and the highest of so many stretches as a chart has pixels.
+MAX_POINTS = 514
 # The most curves of a run, of 80 KB each.
 _MAX_CURVES = 2_000
 # Words in the names of metrics whose best value is the lowest, or the highest.
@@ -76,45 +76,31 @@ class NotFinite:
         return NotFinite(self.count + 1, step if self.since is None else self.since)
 
 
-class _Stretch(NamedTuple):
-    """Summary of the values in one stretch of a curve, which is a range of steps."""
-
-    low_x: float
-    low_y: float
-    high_x: float
-    high_y: float
-    has_value: bool
-    gap_x: float
-
-    @classmethod
-    def of(cls, x: float, y: float) -> _Stretch:
-        if math.isfinite(y):
-            return cls(x, y, x, y, True, math.nan)
-        return _NOTHING._replace(gap_x=x)
-
-    def joined(self, other: _Stretch) -> _Stretch:
-        gap_x = other.gap_x if math.isnan(self.gap_x) else self.gap_x
-        if not self.has_value or not other.has_value:
-            return (self if self.has_value else other)._replace(gap_x=gap_x)
-        low = self if self.low_y <= other.low_y else other
-        high = self if self.high_y >= other.high_y else other
-        return _Stretch(low.low_x, low.low_y, high.high_x, high.high_y, True, gap_x)
-
-    def points(self) -> list[Point]:
-        """Return the lowest and highest point, and (step, nan) if there is a gap, sorted by step.
-
-        A nan or infinite value interrupts the drawn line: that is the gap.
-        """
-        points = {(self.low_x, self.low_y), (self.high_x, self.high_y)} if self.has_value else set()
-        if not math.isnan(self.gap_x):
-            points.add((self.gap_x, math.nan))
-        return sorted(points)
-
-
 # The metric that has the values of a knob begins so.
 _KNOB = "knob/"
 _MAX_MARKS = 12
-_NOTHING = _Stretch(math.nan, math.nan, math.nan, math.nan, False, math.nan)
+
+
+def thin_out(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """Return the points sorted by step; of many only ``limit``, so that no peak or gap is lost.
+
+    The steps are divided into stretches of equal length. Of each the lowest and the highest point
+    stay, and the first whose value is nan; so do the first and the last of all.
+    """
+    points = sorted(points, key=itemgetter(0))
+    if len(points) <= limit:
+        return points
+    of_each = 2 if all(math.isfinite(y) for _, y in points) else 3
+    first = points[0][0]
+    width = (points[-1][0] - first) / ((limit - 2) // of_each - 1) or 1
+    kept = {0, len(points) - 1}
+    for _, places in groupby(range(len(points)), lambda place: (points[place][0] - first) // width):
+        stretch = list(places)
+        finite = [place for place in stretch if math.isfinite(points[place][1])]
+        for most in (min, max) if finite else ():
+            kept.add(most(finite, key=lambda place: points[place][1]))
+        kept.update([place for place in stretch if math.isnan(points[place][1])][:1])
+    return [points[place] for place in sorted(kept)]
 
 
 class Curve:
@@ -125,18 +111,13 @@ class Curve:
             one before the change.
     """
 
-    def __init__(self, max_stretches: int = _MAX_STRETCHES, width: float = 1) -> None:
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
         self.last = math.nan
         self.not_finite = NotFinite()
         self.marks: tuple[tuple[float, str, float], ...] = ()
         self._num = 0
-        self._max = max_stretches
-        # Steps of each stretch; by steps and not by values, as a chart's width is.
-        self._width = width
-        # By their places, counted in stretches from step 0 on: steps may go back.
-        self._stretches: dict[float, _Stretch] = {}
-        # Those of the lowest and of the highest step, which stay whatever is left out.
-        self._ends: tuple[Point, Point] | None = None
+        self._max_points = max_points
+        self._points: list[Point] = []
 
     def add(self, step: float | None, value: float) -> None:
         """Add a value; if ``step`` is None, its step is the number of values added before it."""
@@ -144,41 +125,22 @@ class Curve:
         self._num += 1
         self.last = value
         self.not_finite = self.not_finite.and_then(x, value)
-        first, last = self._ends or ((x, value), (x, value))
-        self._ends = (
-            (x, value) if x < first[0] else first,
-            (x, value) if x >= last[0] else last,
-        )
-        number, new = x // self._width, _Stretch.of(x, value)
-        before = self._stretches.get(number)
-        self._stretches[number] = before.joined(new) if before else new
-        while len(self._stretches) > self._max:
-            self._width *= 2
-            joined: dict[float, _Stretch] = {}
-            for number, stretch in sorted(self._stretches.items()):
-                before = joined.get(number // 2)
-                joined[number // 2] = before.joined(stretch) if before else stretch
-            self._stretches = joined
+        self._points.append((x, value if math.isfinite(value) else math.nan))
+        if len(self._points) > 2 * self._max_points:
+            self._points = self.points()
 
     def mark(self, name: str, value: float) -> None:
         """Note that a knob was given a value now."""
-        if self._ends is not None:
-            self.marks = (*self.marks, (self._ends[1][0], name, value))[-_MAX_MARKS:]
+        if self._points:
+            last = max(x for x, _ in self._points)
+            self.marks = (*self.marks, (last, name, value))[-_MAX_MARKS:]
 
     def points(self) -> list[Point]:
-        """Return the points (step, value) to draw, sorted by step.
+        """Return the points (step, value) to draw (:func:`thin_out`).
 
-        The values of the lowest and the highest step are always among them. A value is nan where a
-        nan or infinite value interrupts the line.
+        A value is nan where a nan or infinite value interrupts the line.
         """
-        stretches = sorted(self._stretches.items())
-        points = [point for _, stretch in stretches for point in stretch.points()]
-        if self._ends is None or not points:
-            return []
-        first, last = self._ends
-        before = [first] if first[0] < points[0][0] else []
-        after = [last] if last[0] > points[-1][0] else []
-        return before + points + after
+        return thin_out(self._points, self._max_points)
 
 
 def to_draw(names: Iterable[str]) -> list[str]:

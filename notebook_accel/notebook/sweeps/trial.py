@@ -34,7 +34,7 @@ from notebook_accel.wire import KnobValue
 # Optuna copies all earlier ones at each, in memory.
 _MAX_REPORTS = 10_000
 # Of a curve; a chart has those of all trials.
-_STRETCHES = 32
+_POINTS = 66
 # The length of a loader is told at most so long after the first value.
 _LENGTH_SECONDS = 1.0
 
@@ -74,7 +74,7 @@ class Trial:
     is_over: bool = False
     is_next: bool = False
     logged: dict[str, None] = field(default_factory=dict)
-    curve: Curve = field(default_factory=lambda: Curve(_STRETCHES))
+    curve: Curve = field(default_factory=lambda: Curve(_POINTS))
     _tail: MetricReader = field(init=False)
     last_step: int = -1
     _num_reports: int = 0
