@@ -246,3 +246,8 @@ def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop() -> 
     acting.tick(1.0)
     acting.tick(2.0)
     assert posted == [("ActionDone", 1), ("PointReached", 1), ("PointReached", scoreboard.STOP)]
+
+
+def test_where_one_rank_reads_should_stop_all_leave_at_a_read() -> None:
+    answers = [wire.Passed(batches=3), wire.Passed(reads=1, reads_should_stop=True)]
+    assert scoreboard.leave_after(answers) == wire.Point(reads=2)

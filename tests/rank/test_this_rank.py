@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from notebook_accel import ConfigError, RunStopped, wire
-from notebook_accel.actions.scoreboard import FLAG_SECONDS, STOP, Scoreboard, leave_after
+from notebook_accel import ConfigError, wire
+from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.launch.transport.channel import encode
 from notebook_accel.rank import this_rank
 from notebook_accel.rank.this_rank import DeviceMemory, LaunchedContext, RankContext, current, enter
@@ -48,18 +47,6 @@ def launched(
 
 
 # ---- who -----------------------------------------------------------------------------------
-
-
-def test_a_process_that_nobody_launched() -> None:
-    context = current()
-    assert (context.rank, context.local_rank, context.world_size, context.local_world_size) == (
-        0,
-        0,
-        1,
-        1,
-    )
-    assert not context.launched
-    assert current() is context
 
 
 def test_a_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,30 +153,6 @@ def test_a_forked_child_knows_its_rank_and_says_nothing() -> None:
 # ---- what it says --------------------------------------------------------------------------
 
 
-def test_reports_of_a_launched_rank() -> None:
-    context, told, _ = launched()
-    context.metric({"loss": 0.5}, 3)
-    context.report(
-        wire.Bar, bar=7, name="epoch", n=2, total=10, unit="b", postfix="loss=1", closed=True
-    )
-    context.notice("mind")
-    metric, bar, notice = told
-    assert isinstance(metric, wire.Metric)
-    assert (metric.values, metric.step) == ({"loss": 0.5}, 3)
-    assert isinstance(bar, wire.Bar)
-    assert (bar.bar, bar.name, bar.n, bar.total, bar.unit, bar.postfix, bar.closed) == (
-        7,
-        "epoch",
-        2,
-        10,
-        "b",
-        "loss=1",
-        True,
-    )
-    assert isinstance(notice, wire.Notice)
-    assert {(m.run, m.rank, m.process) for m in told} == {("r", 1, os.getpid())}
-
-
 def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
     import numpy as np
     import torch
@@ -218,15 +181,6 @@ def test_a_step_is_a_whole_number_that_a_message_can_carry() -> None:
     for step in (2**70, float("inf"), "three"):
         with pytest.raises(ConfigError, match="step="):
             context.metric({}, step)  # type: ignore[arg-type]
-
-
-def test_values_are_those_of_the_moment() -> None:
-    context, told, _ = launched()
-    values = {"loss": 0.5}
-    context.metric(values)
-    values["loss"] = 9.0
-    assert isinstance(told[0], wire.Metric)
-    assert told[0].values == {"loss": 0.5}
 
 
 def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops() -> None:
@@ -282,49 +236,3 @@ def test_steps_and_the_memory_now_and_then() -> None:
     context.count_step(lambda: None)
     context.count_step()
     assert board.row(1).steps == 1002
-
-
-# ---- stop ----------------------------------------------------------------------------------
-
-
-def stop(board: Scoreboard) -> None:
-    """What agent and kernel do for a stop."""
-    board.ask(STOP)
-    time.sleep(FLAG_SECONDS)
-    passed = board.passed()
-    assert passed is not None
-    board.act_at(leave_after([passed]))
-
-
-def test_a_function_that_reads_learns_of_the_stop_and_goes_on() -> None:
-    board = Scoreboard(2)
-    contexts = [launched(number, board)[0] for number in range(2)]
-    assert [context.should_stop() for context in contexts] == [False, False]
-    stop(board)
-    assert [context.should_stop() for context in contexts] == [True, True]
-    for context in contexts:
-        context.count_batch()
-    assert [context.should_stop() for context in contexts] == [True, True]
-
-
-def test_a_function_that_never_reads_leaves_at_its_next_batch() -> None:
-    board = Scoreboard(2)
-    contexts = [launched(number, board)[0] for number in range(2)]
-    for context in contexts:
-        context.count_batch(9)
-    stop(board)
-    for context in contexts:
-        context.count_step()
-        with pytest.raises(RunStopped):
-            context.count_batch(9)
-
-
-def test_a_rank_whose_peer_went_on_goes_on_for_one_batch() -> None:
-    board = Scoreboard(2)
-    one, other = (launched(number, board)[0] for number in range(2))
-    other.count_batch()
-    stop(board)
-    one.count_batch()
-    for context in (one, other):
-        with pytest.raises(RunStopped):
-            context.count_batch()

@@ -191,8 +191,7 @@ class Agent:
         self._hand_over_master()
         if isinstance(self._channel, FramedChannel):
             for rank in self.ranks:
-                rank.stream = self._channel.follow(rank.tail.fileno())
-                self._post(wire.LogOpened, rank=rank.rank, stream=rank.stream)
+                self._channel.follow(rank.rank, rank.tail.fileno())
         self._post_pids()
 
     def _reserve_master(self, port: int) -> None:
@@ -299,8 +298,7 @@ class Agent:
             self._post(wire.Alive)
         with contextlib.suppress(OSError):
             self._channel.flush(block=False)
-        # Wakes when a full socket can take more. To read is always waited for as well: the kernel
-        # may have to grant more credit (frames.py).
+        # Wakes when a full socket can take more.
         wanted = selectors.EVENT_WRITE if self._channel.num_pending else 0
         self._selector.modify(
             self._channel.fileno(), selectors.EVENT_READ | wanted, self._from_kernel
@@ -605,7 +603,7 @@ class Agent:
         for message in rank.last_news():
             self._channel.post(message)
         if isinstance(self._channel, FramedChannel):
-            self._channel.end(rank.stream)
+            self._channel.end(rank.rank)
         # Once its function has returned, or all have ended the call, a bad exit code fails nobody.
         is_failure = was_in_call or (exitcode and not (rank.has_returned or self._board.all_ended))
         rank.row.call_over = 1

@@ -28,7 +28,7 @@ from notebook_accel.system.own_files import log_path, open_log
 _OUTPUT_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.2
 # What a rank counts itself, by one name on the board and in its usage.
-_COUNTED = {field.name for field in fields(wire.Usage)} & {*RankRow.__annotations__} - {"step_times"}
+_COUNTED = {each.name for each in fields(wire.Usage)} & {*RankRow.__annotations__} - {"step_times"}
 # A rank that runs Python has seen its SIGINT by then.
 _WAKE_SECONDS = 0.25
 # A dump of stacks is whole once the file has not grown for this long.
@@ -85,7 +85,6 @@ class RankProcess:
         )
         self.tail = FileTail(log_path(log_dir, spec.rank))
         self.tail.skip()  # the output of the attempt before, where ranks are started again
-        self.stream = 0  # to a kernel on another machine
         self.alive = True
         self.ended_by_agent = False
         self.is_in_call = False

@@ -49,21 +49,6 @@ def raised(**fields: Any) -> dict[str, Any]:
     return {**given, **fields}
 
 
-def test_a_call_that_returns(run: PlayedRun) -> None:
-    (agent,) = run.agents
-    call = run.begin_call()
-    results = call.results
-    agent.return_all()
-    assert call.ended.wait(SECONDS)
-    assert (call.state.status, call.state.failure) == ("succeeded", None)
-    assert results is not None
-    assert [results.get(rank) for rank in (0, 1)] == [0, 1]
-    # The handle has them, nobody else.
-    assert call.results is None
-    assert run.view.closed == [call.state]
-    assert run.folder.load() == call.state
-
-
 def ended_by_a_finalizer(call: Call, during: Callable[..., Any]) -> Callable[..., Any]:
     """``during``, in whose first turn the garbage collector finds an object that ends the call."""
 
@@ -240,15 +225,6 @@ def test_a_run_that_was_killed_says_so(run: PlayedRun) -> None:
         handle.wait()
 
 
-def test_presses_grow_harder(run: PlayedRun) -> None:
-    (agent,) = run.agents
-    call = run.begin_call()
-    agent.next()
-    for number, kind in enumerate((wire.Interrupt, wire.Terminate, wire.Kill, wire.Kill), start=1):
-        call.press(number)
-        assert type(agent.next()) is kind
-
-
 def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
     (agent,) = run.agents
     call = run.begin_call(timeout=0.1)
@@ -298,17 +274,3 @@ def test_a_stop_while_processes_exit_takes_no_result_back(run: PlayedRun) -> Non
     assert call.ended.wait(SECONDS)
     assert call.state.status == "succeeded"
     assert handle.wait() is handle
-
-
-def test_ranks_of_a_lost_agent_have_ended(run: PlayedRun) -> None:
-    (agent,) = run.agents
-    call = run.begin_call()
-    agent.tell(wire.Raised, rank=0, **raised())
-    agent.channel.close()
-    assert call.ended.wait(SECONDS)
-    assert [rank.has_ended for rank in call.state.ranks] == [True, True]
-    assert call.state.ranks[1].ended_by_agent
-    # What a rank raised says more than that its agent is gone.
-    failure = call.state.failure
-    assert failure is not None
-    assert failure.rank == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accel import LaunchError, wire
+from notebook_accel import wire
 from notebook_accel.actions.scoreboard import STOP
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
@@ -48,21 +48,6 @@ def begin_on_both(run: PlayedRun) -> None:
 # ---- calls -------------------------------------------------------------------------------------
 
 
-def test_a_call_that_failed_costs_the_process_group(one: PlayedRun) -> None:
-    (agent,) = one.agents
-    call = one.begin_call()
-    agent.next()
-    for rank in (0, 1):
-        agent.tell(
-            wire.Raised, rank=rank, kind="exception", type_name="E", text="bad", traceback="bad"
-        )
-    assert call.ended.wait(SECONDS)
-    one.begin_call()
-    sent = agent.next()
-    assert isinstance(sent, wire.BeginCall)
-    assert sent.group_generation == 1
-
-
 def test_what_comes_late_for_an_old_call_is_dropped(one: PlayedRun) -> None:
     (agent,) = one.agents
     call = one.begin_call()
@@ -75,15 +60,6 @@ def test_what_comes_late_for_an_old_call_is_dropped(one: PlayedRun) -> None:
     agent.tell(wire.CallStarted, call=2, rank=1)
     eventually(lambda: again.state.ranks[1].status == "running", within=SECONDS, what="it came")
     assert not again.state.ranks[0].has_ended
-
-
-def test_no_call_after_leave(one: PlayedRun) -> None:
-    one.pool.shut_down()
-    assert isinstance(one.agents[0].next(), wire.Shutdown)
-    with pytest.raises(LaunchError, match="told to end"):
-        one.begin_call()
-    one.agents[0].end_all()
-    assert one.pool.ended.wait(SECONDS)
 
 
 def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(
@@ -168,17 +144,6 @@ def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
     assert call.ended.wait(SECONDS)
     assert agent.killed.is_set()
     assert call.state.status == "failed"
-
-
-def test_the_loss_of_one_agent_ends_the_call_on_the_other(two: PlayedRun) -> None:
-    first, second = two.agents
-    call = two.begin_call()
-    begin_on_both(two)
-    first.channel.close()
-    assert isinstance(second.next(), wire.RankFailed)
-    second.tell(wire.RankEnded, call=0, rank=1, signal=15, ended_by_agent=True)
-    assert call.ended.wait(SECONDS)
-    assert call.state.failure is not None
 
 
 def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two: PlayedRun) -> None:
