@@ -7,11 +7,11 @@ one call of a function on ranks that are ready (``BeginCall``, ``CallStarted``, 
 ``Raised``). Each call has a number, which is on every message about it; a receiver drops a message
 that comes too late, about an older call.
 
-In the kernel (launch/control/) a message from an agent passes four functions, each of which uses
+In the kernel (launch/control/) a message from an agent passes three functions, each of which uses
 some of its fields:
 
     pool.py _take -> run_state.py apply_to_processes what it changes of the rank processes
-                  -> pool.py _pass_between_agents    what the other agents must know of it
+                  -> common_actions.py take          how far an agent's ranks are with an action
                   -> call.py take                    results, metrics and stacks of the call
                        -> run_state.py apply         what it changes of the call, as views draw it
 
@@ -552,7 +552,7 @@ class ActionDone(Message, frozen=True, kw_only=True):
 
 
 class PauseEnded(Message, frozen=True, kw_only=True):
-    """From an agent, in answer to ``GoOn``: its ranks train again."""
+    """From an agent: its ranks train again after a pause."""
 
 
 class Act(Message, frozen=True, kw_only=True):
@@ -565,7 +565,7 @@ class Act(Message, frozen=True, kw_only=True):
 class ActAt(Message, frozen=True, kw_only=True):
     """From the kernel to all agents, after all have answered ``Stop`` or ``Act``: where ranks act.
 
-    ``NOWHERE`` withdraws the action.
+    ``NOWHERE`` withdraws the action, or ends a pause.
     """
 
     number: int
@@ -574,12 +574,6 @@ class ActAt(Message, frozen=True, kw_only=True):
 
 class Hold(Message, frozen=True, kw_only=True):
     """Request to an agent: let no rank begin the action, until the next ``ActAt``."""
-
-    number: int
-
-
-class GoOn(Message, frozen=True, kw_only=True):
-    """Request to an agent: end the pause that was the action of this number."""
 
     number: int
 

@@ -52,8 +52,11 @@ class Acting:
         self.tick(now)
 
     def act_at(self, message: wire.ActAt) -> None:
-        """Tell the ranks where to do the action, or that it is withdrawn."""
+        """Tell the ranks where to do the action, that it is withdrawn, or that a pause is over."""
         if message.number != self._number:  # a stop has been asked here meanwhile
+            return
+        if message.point == wire.NOWHERE and self._is_done:
+            self.go_on()
             return
         self._board.act_at(message.point)
         if message.point == wire.NOWHERE:

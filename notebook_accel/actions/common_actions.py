@@ -69,6 +69,7 @@ class CommonActions:
         self._number = 0
         self._stop_answers: dict[Agent, wire.Passed] = {}
         self._is_stopping = False
+        self._why_ended = ""
         # The pause in which all ranks are; who waits for its end, and which agents have said it.
         self._pause = 0
         self._pause_over: Future[None] | None = None
@@ -82,6 +83,8 @@ class CommonActions:
         New values of knobs that wait for their turn are replaced by newer ones.
         """
         with held(), self._lock:
+            if self._why_ended:
+                return ended(RuntimeError(self._why_ended))
             if self._pause and self._pause_over is None and action.kind != "set":
                 return ended(_while_paused(action))
             last = self._line[-1] if self._line else None
@@ -103,7 +106,7 @@ class CommonActions:
                 return ended(None)
             if self._pause_over is None:
                 self._pause_over = Future()
-                self._send(wire.GoOn, number=self._pause)
+                self._send(wire.ActAt, number=self._pause, point=wire.NOWHERE)
             return self._pause_over
 
     def note_stop(self) -> None:
@@ -151,6 +154,7 @@ class CommonActions:
 
     def end(self, why: str) -> None:
         with self._lock:
+            self._why_ended = why
             waiting, self._line = self._line, []
             for asked in waiting:
                 _end(asked.done, RuntimeError(why))

@@ -146,8 +146,6 @@ class World:
             agent.act_at(message)
         elif isinstance(message, wire.Hold):
             agent.hold(message, self.now)
-        elif isinstance(message, wire.GoOn):
-            agent.go_on()
         else:
             agent.ask_stop(self.now)
 

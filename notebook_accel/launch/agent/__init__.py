@@ -393,8 +393,6 @@ class Agent:
             self._acting.act_at(message)
         elif isinstance(message, wire.Hold):
             self._acting.hold(message, now)
-        elif isinstance(message, wire.GoOn):
-            self._acting.go_on()
         elif isinstance(message, wire.RankFailed):
             self._ending = self._ending.failed(now=now)
         elif isinstance(message, wire.CallEnded):

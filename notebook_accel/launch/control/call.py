@@ -42,11 +42,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from notebook_accel import wire
+from notebook_accel.actions.common_actions import CommonActions
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang import HangWatch
@@ -217,6 +218,7 @@ class RankCall(Call):
     ``lose`` and ``tick``, and ``finish`` at the end. ``note_stop`` may be called in any thread.
     """
 
+    actions: CommonActions
     metrics: MetricStore
     can_act = True
 
@@ -283,15 +285,20 @@ class RankCall(Call):
         self._num_stops += 1
         if self._num_stops > 1:
             self.press(1)
-        elif self.note_stop():
-            self._pool.ask_end(wire.Stop, call=self.number, grace=grace)
+        else:
+            self._ask_end(wire.Stop, grace=grace)
 
     def press(self, number: int) -> None:
         ends = (wire.Interrupt, wire.Terminate)
         if number > len(ends):
             self.kill()
-        elif self.note_stop():
-            self._pool.ask_end(ends[number - 1], call=self.number)
+        else:
+            self._ask_end(ends[number - 1])
+
+    def _ask_end(self, kind: type[wire.Message], **fields: Any) -> None:
+        if self.note_stop():
+            self.actions.note_stop()
+            self._pool.ask_end(kind, call=self.number, **fields)
 
     def kill(self) -> None:
         if self.note_stop():
@@ -319,10 +326,10 @@ class RankCall(Call):
             return True
 
     def act(self, action: wire.Action) -> Future[None]:
-        return self._pool.act(action, call=self.number)
+        return self.actions.ask(action)
 
     def go_on(self) -> Future[None]:
-        return self._pool.go_on()
+        return self.actions.go_on()
 
     def note_pause(self, is_paused: bool) -> None:
         """Show that all ranks are paused, or train again; a pause does not count for timeout."""
@@ -425,6 +432,10 @@ class RankCall(Call):
             for rank, process in zip(self.state.ranks, self._pool.processes, strict=True)
         )
         self.state = replace(self.state, ranks=tuple(ranks))
+        self.actions = CommonActions(self._post, self._pool.agents, self.note_pause)
+
+    def _post(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        self._pool.send(kind(run=self._pool.run, call=self.number, **fields))
 
     @property
     def is_over(self) -> bool:
@@ -487,6 +498,7 @@ class RankCall(Call):
         That is: obey stop requests of other processes, write metrics to disk, look for a hang, and
         update the view if the state has changed.
         """
+        self.actions.look()
         now = time.monotonic()
         is_paused = self.state.status == "paused"
         if self._deadline is not None and now >= self._deadline and not is_paused:
@@ -537,6 +549,7 @@ class RankCall(Call):
 
         If the call has failed and may be restarted, it goes on with new ranks instead.
         """
+        self.actions.end("the run has ended")
         if self._verdict is None and self._begins_again(lost):
             return
         self._drop_parcel()

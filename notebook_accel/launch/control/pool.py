@@ -9,9 +9,9 @@ about the running call to that call, and calls its ``tick`` several times a seco
 when all rank processes have ended; those of a lost agent count as ended.
 
 Agents have no connection to each other, so the pool tells them what they must know of each other:
-the MASTER_PORT of the process group, which the agent of rank 0 chooses, that a rank has failed, at
-which point all ranks stop or do another action (common_actions.py), and that every rank's part of a
-call has ended.
+the MASTER_PORT of the process group, which the agent of rank 0 chooses, that a rank has failed, and
+that every rank's part of a call has ended. At which point all ranks stop or do another action, the
+call's ``actions`` tell them (common_actions.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from typing import Any, Protocol
 import msgspec
 
 from notebook_accel import wire
-from notebook_accel.actions.common_actions import CommonActions, ended
+from notebook_accel.actions.common_actions import CommonActions
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.run_state import ProcessState, RunState, apply_to_processes
 from notebook_accel.launch.text.wording import rank_list
@@ -59,7 +58,6 @@ _DEAF_SECONDS = 3.0
 # the end for `_SILENT_SECONDS`; where nobody wants it, the person is told, since it may go on.
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
-_HAS_ENDED = "the run has ended"
 
 
 @dataclass(frozen=True)
@@ -134,6 +132,7 @@ class RunningCall(Protocol):
 
     number: int
     state: RunState
+    actions: CommonActions
 
     @property
     def is_over(self) -> bool: ...
@@ -142,7 +141,6 @@ class RunningCall(Protocol):
     def lose(self, ranks: Sequence[int]) -> None: ...
     def tick(self) -> None: ...
     def note_stop(self) -> bool: ...
-    def note_pause(self, is_paused: bool) -> None: ...
     def finish(self, lost: Sequence[AgentEnd]) -> None: ...
 
 
@@ -201,7 +199,6 @@ class RankPool:
         self._stacks: dict[int, tuple[float, str]] = {}
         # Whether the agent of rank 0 has yet to name the port of the call, which the others await.
         self._awaits_port = False
-        self._actions = self._new_actions()
         self._end_asked: float | None = None  # when the call's end was asked for first
         self._has_announced_end = False  # whether agents were told of the call's end
         self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
@@ -246,7 +243,6 @@ class RankPool:
             self._has_announced_end = not has_several
             self._awaits_port = has_several
             self._call = call
-            self._actions = self._new_actions()
             call.begin(self._num_calls)
             try:
                 # Where an agent is dead already, the pool's thread will notice and end the call.
@@ -336,20 +332,11 @@ class RankPool:
             if not self._is_in(call):
                 return
             self._end_asked = self._end_asked or time.monotonic()
-            actions = self._actions
-        actions.note_stop()
         self.send(kind(run=self.run, call=call, **fields))
 
-    def act(self, action: wire.Action, *, call: int) -> Future[None]:
-        """Have all ranks do an action at a common point; the future says when they have."""
-        with held(), self._lock:
-            actions = self._actions if self._is_in(call) else None
-        # Not under the lock: what asks takes locks of its own, and then sends.
-        return actions.ask(action) if actions else ended(RuntimeError(_HAS_ENDED))
-
-    def go_on(self) -> Future[None]:
-        """End the pause of the call; the future says when all ranks train again."""
-        return self._actions.go_on()
+    def agents(self) -> Iterator[tuple[int, ...]]:
+        """Return the agents that are not lost, each by the numbers of its ranks."""
+        return (link.rank_numbers for link in list(self._links))
 
     def shut_down(self) -> None:
         """Let the rank processes end after their current call, and refuse further calls."""
@@ -481,34 +468,15 @@ class RankPool:
                 )
             # Messages about processes bear the number 0, and concern every call.
             if call is not None and message.call in (0, call.number):
-                self._pass_between_agents(link, message)
+                if isinstance(message, (wire.PortReserved, wire.RankFailed)):
+                    # What the other agents must know.
+                    self._awaits_port &= not isinstance(message, wire.PortReserved)
+                    self.send(message, to=[other for other in self._links if other is not link])
+                call.actions.take(link.rank_numbers, message)
                 unwanted.pop_all()
                 call.take(message, fds)
 
-    # ---- what agents must know of each other -----------------------------------------------
-
-    def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
-        """Act on a message of one agent if it concerns the other agents.
-
-        ``PortReserved`` and ``RankFailed`` are forwarded to the others. The rest may be an answer
-        about an action (common_actions.py).
-        """
-        if isinstance(message, (wire.PortReserved, wire.RankFailed)):
-            self._awaits_port &= not isinstance(message, wire.PortReserved)
-            self.send(message, to=[other for other in self._links if other is not link])
-        else:
-            self._actions.take(link.rank_numbers, message)
-
-    def _new_actions(self) -> CommonActions:
-        number, call = self._num_calls, self._call
-
-        def send(kind: type[wire.Message], /, **fields: Any) -> None:
-            self.send(kind(run=self.run, call=number, **fields))
-
-        def agents() -> Iterator[tuple[int, ...]]:
-            return (link.rank_numbers for link in self._links)
-
-        return CommonActions(send, agents, call.note_pause if call else lambda _: None)
+    # ---- an agent that is lost -------------------------------------------------------------
 
     def _lose(self, link: AgentLink, end: AgentEnd) -> None:
         """Drop an agent that is gone: mark its ranks as ended, and end the call on all other ranks.
@@ -522,13 +490,11 @@ class RankPool:
             link.channel.close()
         if ended.issuperset(link.rank_numbers):
             # Its ranks had ended before, and so it ended in order: no call loses anything. A stop
-            # may have waited for its answer alone.
-            if self._call is not None and self._links:
-                self._actions.look()
+            # may have waited for its answer alone (the call's next `tick`).
             return
         self._lost.append(replace(end, ranks=link.rank_numbers))
         self.processes = tuple(
-            replace(process, status="ended", ended_by_agent=True)
+            replace(process, status="ended")
             if process.rank in link.rank_numbers and process.rank not in ended
             else process
             for process in self.processes
@@ -541,7 +507,6 @@ class RankPool:
             # It had rank 0, and is lost before it named the port for which the others wait.
             self._send_kill()
         self.send(wire.RankFailed(run=self.run, call=call.number))
-        self._actions.look()
 
     # ---- each turn of the thread -----------------------------------------------------------
 
@@ -549,7 +514,6 @@ class RankPool:
         call = self._call
         if call is not None:
             call.tick()
-            self._actions.look()
             if call.is_over and not self._has_announced_end:
                 self._has_announced_end = True
                 self.send(wire.CallEnded(run=self.run, call=call.number))
@@ -594,7 +558,6 @@ class RankPool:
                 # A rank that left its loop early, or was interrupted in a collective, may have
                 # the group in a state that the others do not share.
                 self._group_generation += 1
-        self._actions.end(_HAS_ENDED)
         call.finish(tuple(self._lost))
 
     def _finish(self) -> None:
@@ -604,7 +567,6 @@ class RankPool:
                 link.channel.close()
         with self._lock:
             call, self._call = self._call, None
-        self._actions.end(_HAS_ENDED)
         self.ended.set()
         if call is not None:
             call.finish(tuple(self._lost))

@@ -99,7 +99,6 @@ class ProcessState:
     status: str = "starting"
     exitcode: int | None = None
     signal: int | None = None
-    ended_by_agent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -587,5 +586,5 @@ def apply_to_processes(
     fields: dict[str, Any] = {"status": "ready"}
     if isinstance(message, wire.RankEnded):
         how = {"exitcode": message.exitcode, "signal": message.signal}
-        fields = {"status": "ended", "ended_by_agent": message.ended_by_agent, **how}
+        fields = {"status": "ended", **how}
     return tuple(replace(one, **fields) if one.rank == message.rank else one for one in processes)
