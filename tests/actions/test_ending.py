@@ -28,10 +28,6 @@ def stages(
     return done
 
 
-def test_nothing_happens_by_itself() -> None:
-    assert stages(Ending(), until=60, stuck=True) == []
-
-
 def test_a_stop_that_ranks_do_not_hear_waits_for_the_grace() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100)
     assert stages(ending, until=60) == [
@@ -111,26 +107,6 @@ def test_ranks_that_come_to_one_point_are_waited_for() -> None:
     assert ending.failed(now=101) is ending, "the others get their grace"
 
 
-def test_a_grace_of_its_own() -> None:
-    ending = Ending(grace=10).ask(Stage.STOP, now=100, grace=0.5)
-    assert stages(ending, until=60) == [
-        (0.5, Stage.INTERRUPT),
-        (1.0, Stage.DISCONNECT),
-        (1.1, Stage.TERMINATE),
-        (2.1, Stage.KILL),
-    ]
-
-
-def test_no_grace_at_all() -> None:
-    ending = Ending(grace=0).ask(Stage.STOP, now=100)
-    assert [stage for _, stage in stages(ending, until=3)] == ORDER[1:]
-
-
-def test_after_a_kill_nothing_is_due() -> None:
-    ending = Ending().ask(Stage.KILL, now=100)
-    assert stages(ending, until=60, stuck=True) == []
-
-
 @pytest.mark.parametrize("earlier", ORDER)
 @pytest.mark.parametrize("later", ORDER)
 def test_a_stage_that_is_passed_stays_passed(earlier: Stage, later: Stage) -> None:
@@ -143,11 +119,6 @@ def test_a_stage_that_is_passed_stays_passed(earlier: Stage, later: Stage) -> No
 def test_asking_once_more_does_not_prolong() -> None:
     ending = Ending(grace=10).ask(Stage.INTERRUPT, now=100).ask(Stage.INTERRUPT, now=109)
     assert ending.due == 101
-
-
-def test_a_harder_stage_starts_its_own_time() -> None:
-    ending = Ending(grace=10).ask(Stage.STOP, now=100).ask(Stage.INTERRUPT, now=108)
-    assert ending.due == 109
 
 
 def test_a_failure_ends_the_others_after_the_settle_window() -> None:
@@ -184,11 +155,6 @@ def test_a_harder_stage_ends_the_settle_window() -> None:
 def test_a_failure_during_a_stop_overrules_its_grace() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100).failed(now=100)
     assert stages(ending, until=10, leaving=True)[-1][0] < 1.0
-
-
-def test_more_failures_do_not_prolong() -> None:
-    ending = Ending().failed(now=100)
-    assert ending.failed(now=100.2) is ending
 
 
 def test_a_failure_during_an_interrupt_leaves_the_others_their_grace() -> None:

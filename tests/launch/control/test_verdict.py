@@ -66,10 +66,6 @@ def failure(state: RunState, **given: Any) -> Failure:
 # ---- no failure ----------------------------------------------------------------------------
 
 
-def test_all_returned() -> None:
-    assert verdict(run(2, returned(0), returned(1))) == Verdict(status="succeeded")
-
-
 def test_an_end_after_the_result_is_of_no_matter() -> None:
     state = run(2, returned(0), died(0, signal=11), returned(1), died(1, exitcode=9))
     assert verdict(state).status == "succeeded"
@@ -197,11 +193,6 @@ def test_who_returned_while_another_one_waits_is_said_before_what_the_backend_sa
     assert told.message.startswith(f"another rank has left the process group, while {place}")
 
 
-def test_ranks_that_their_agent_ended_have_not_failed() -> None:
-    told = failure(run(3, *ended_by_agent(0, 2), raised(1)))
-    assert (told.rank, told.ranks) == (1, (1,))
-
-
 # ---- what it says --------------------------------------------------------------------------
 
 
@@ -240,23 +231,6 @@ def test_tensors_that_do_not_go_together_lead_to_the_debug_mode() -> None:
     said = wire.Output(rank=1, text="what(): Is there a distributed collective mismatch?\n")
     assert "debug=True" in failure(run(2, said, died(1, signal=6), *ended_by_agent(0))).message
     assert "debug=True" not in failure(run(2, died(1, signal=6), *ended_by_agent(0))).message
-
-
-def test_a_death_with_an_exit_code() -> None:
-    told = failure(run(1, died(0, exitcode=3)))
-    assert "exit code 3" in told.message
-    assert "printed nothing" in told.message
-    assert "is kept in" not in told.message
-    assert (told.exitcode, told.signal) == (3, None)
-
-
-def test_sys_exit() -> None:
-    said = wire.Output(rank=0, text="I give up\n")
-    left = raised(0, "4", kind="exit", type_name="SystemExit", exitcode=4)
-    told = failure(run(1, said, left, died(0, exitcode=4)))
-    assert "rank 0 ended with exit code 4 (sys.exit)" in told.message
-    assert "I give up" in told.message
-    assert told.exitcode == 4
 
 
 def test_ranks_that_failed_alike_share_a_line() -> None:
@@ -321,15 +295,6 @@ def test_a_failure_from_before_the_interrupt_stays_one() -> None:
 # ---- the agents ----------------------------------------------------------------------------
 
 LOST = AgentEnd("(pid 7) was killed by SIGKILL", ranks=(0, 1, 2))
-
-
-def test_a_dead_agent() -> None:
-    state = run(3, returned(1), *ended_by_agent(0, 2))
-    told = failure(state, lost=[LOST])
-    assert (told.rank, told.ranks, told.exitcode, told.signal) == (None, (0, 2), None, None)
-    assert "watches ranks 0-2 (pid 7) was killed by SIGKILL" in told.message
-    assert "ranks 0 and 2 ended without" in told.message
-    assert "launch again" in told.message
 
 
 def test_a_dead_agent_of_several_is_the_cause_of_lost_peers() -> None:
