@@ -1,4 +1,4 @@
-"""What a process may still take: open files, and memory of the host and of its container.
+"""What a process may still take: open files, memory of the host and of its container, turns.
 
 A launch raises the soft limit of the kernel, but not to the hard limit: some programs that the
 user's code may start close every possible descriptor, one by one. An agent, the process that starts
@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +119,34 @@ def free_in_container() -> int:
     # The system gives the file cache up when memory is short.
     used -= int(fields.get("inactive_file", 0))
     return int(limit) - used if limit.isdecimal() else _UNLIMITED
+
+
+# ---- how often something may happen ----------------------------------------------------------
+
+
+class TokenBucket:
+    """Limits a rate: each action takes tokens out of a bucket, which fills up again with time."""
+
+    def __init__(self, capacity: int, per_second: float) -> None:
+        self._capacity = capacity
+        self._per_second = per_second
+        self._tokens = float(capacity)
+        self._filled_at = time.monotonic()
+
+    def available(self) -> int:
+        now = time.monotonic()
+        gained = (now - self._filled_at) * self._per_second
+        self._tokens = min(self._capacity, self._tokens + gained)
+        self._filled_at = now
+        return int(self._tokens)
+
+    def take(self, number: int = 1) -> None:
+        """Take tokens, even more than there are: the number of tokens is then negative."""
+        self._tokens -= number
+
+    def try_take(self) -> bool:
+        """Take one token if there is one; return whether a token was taken."""
+        if self.available() < 1:
+            return False
+        self.take()
+        return True

@@ -21,7 +21,7 @@ from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import Throughput, name_of, progress_lines
 from notebook_accel.launch.view.step_times import step_lines
 from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
-from notebook_accel.system.token_bucket import TokenBucket
+from notebook_accel.system.limits import TokenBucket
 
 
 @dataclass(frozen=True)

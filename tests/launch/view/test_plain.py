@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel import wire
 from notebook_accel.launch.view.plain import PlainView
-from notebook_accel.system import token_bucket
+from notebook_accel.system import limits
 from tests.notebook.states import after, logged, running, succeeded
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended() -> None:
 
 def test_lines_beyond_the_budget_wait_or_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(token_bucket, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     shown = Shown(burst=10, lines_per_second=1.0)
     state = after(running(2), output(0, "".join(f"{n}\n" for n in range(150))))
     assert shown.poll(state) == [
