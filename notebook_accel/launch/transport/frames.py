@@ -123,13 +123,17 @@ class FramedChannel(Channel):
     def flush(self, *, block: bool = True) -> None:
         super().flush(block=block)
         # One frame a turn of each stream, so that a small value does not wait for a large one.
-        while not self._outgoing and self._queue_frames():
+        least = 1
+        while not self._outgoing and self._queue_frames(least):
             super().flush(block=block)
+            least = _FRAME_BYTES  # or a rank that prints all the time would keep this from its end
 
-    def _queue_frames(self) -> bool:
-        """Queue one frame of each stream with new bytes; return whether any is queued."""
+    def _queue_frames(self, least: int) -> bool:
+        """Queue a frame of each stream, of a log with so many new bytes; return whether any is."""
         for stream, sending in list(self._sending.items()):
             data = os.pread(sending.fd, _FRAME_BYTES, sending.sent)
+            if sending.size is None and len(data) < least:
+                continue
             sending.sent += len(data)
             is_last = sending.size is not None and sending.sent >= sending.size
             if data or is_last:
