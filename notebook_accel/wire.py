@@ -481,33 +481,25 @@ class DumpStacks(Message, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passed:
-    """An agent's answer to a request: how far its ranks have come in this call.
+class Point:
+    """Where all ranks act: the first batch, read or step with such a number, counted from 1.
 
     Attributes:
-        batches, reads, begun, saves: the highest count of batches, reads of ``should_stop``,
-            optimizer steps without a loader, and reads of ``should_save``, at which any rank of the
-            agent went on with its loop.
+        batches, reads, begun, saves: counts of batches, reads of ``should_stop``, optimizer steps
+            without a loader, and reads of ``should_save``; 0 for points at which nobody acts.
     """
 
     batches: int = 0
     reads: int = 0
     begun: int = 0
     saves: int = 0
-    reads_should_stop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """Where all ranks act: the first batch, read or step with such a number, counted from 1.
+class Passed(Point):
+    """An agent's answer to a request: the highest counts at which any of its ranks went on."""
 
-    None stands for points at which nobody acts.
-    """
-
-    batches: int | None = None
-    reads: int | None = None
-    begun: int | None = None
-    saves: int | None = None
+    reads_should_stop: bool = False
 
 
 NOWHERE = Point()

@@ -99,9 +99,9 @@ def leave_after(answers: Iterable[Passed]) -> Point:
     Then no loop is ended at a batch, not even on a rank that has not read ``should_stop``.
     """
     answers = tuple(answers)
-    point = replace(_right_after(answers), saves=None)
+    point = replace(_right_after(answers), saves=0)
     reads = any(one.reads_should_stop for one in answers)
-    return replace(point, batches=None, begun=None) if reads else point
+    return replace(point, batches=0, begun=0) if reads else point
 
 
 def meet_after(answers: Iterable[Passed]) -> Point:
@@ -258,7 +258,7 @@ class Scoreboard:
     def act_at(self, point: Point) -> None:
         """Tell the ranks where to act; those that wait go on as far as ``point``."""
         for index, count in enumerate(astuple(point), _AT_BATCHES):
-            self._view[index] = _NEVER if count is None else count
+            self._view[index] = count or _NEVER
 
     def hold(self) -> None:
         """Take back where to act: ranks wait at their next point again. Called by the agent."""
