@@ -87,12 +87,12 @@ class LogWindow:
             number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
         }
         # Of 128 ranks that print at once nobody could see more.
-        limit = max(20, MAX_LINES // max(1, sum(bool(found.lines) for found in news.values())))
-        for number, found in news.items():
-            wanted = self._wanted(_with_times(found.lines, state.ranks[number]))
+        limit = max(20, MAX_LINES // max(1, sum(bool(new) for new, _ in news.values())))
+        for number, (new, num_dropped) in news.items():
+            wanted = self._wanted(_with_times(new, state.ranks[number]))
             self._num_found += len(wanted)
             lines = wanted[-limit:]
-            num_missing = found.num_missing + len(wanted) - len(lines)
+            num_missing = num_dropped + len(wanted) - len(lines)
             if num_missing and not self._needle:
                 text = f"… {num_missing:,} more of rank {number}: run.logs({number}) has all lines"
                 self._append(None, None, [text])

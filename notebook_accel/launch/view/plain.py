@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 from notebook_accel.launch.control.run_state import RankState, RunState
@@ -24,18 +23,6 @@ from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
 from notebook_accel.system.limits import TokenBucket
 
 
-@dataclass(frozen=True)
-class NewLines:
-    """Lines that a rank has printed since the previous read."""
-
-    lines: tuple[str, ...] = ()
-    num_missing: int = 0
-
-    def newest(self, number: int) -> NewLines:
-        lines = self.lines[-number:]
-        return NewLines(lines, self.num_missing + len(self.lines) - len(lines))
-
-
 class LineReader:
     """Reads the output of one rank from successive states of its run, each line once."""
 
@@ -46,14 +33,15 @@ class LineReader:
         """Return whether :meth:`read` with the same arguments would return any line."""
         return rank.num_lines + (last and rank.open_line) != self._num_read
 
-    def read(self, rank: RankState, *, last: bool = False) -> NewLines:
+    def read(self, rank: RankState, *, last: bool = False) -> tuple[Sequence[str], int]:
+        """Return the new lines that the state has, and the number of those that it lacks."""
         num_lines = rank.num_lines + (last and rank.open_line)
         if num_lines < self._num_read:  # the rank was started again
             self._num_read = 0
         num_new, self._num_read = num_lines - self._num_read, num_lines
         tail = rank.tail[:-1] if rank.open_line and not last else rank.tail
         lines = tail[-num_new:] if num_new else ()
-        return NewLines(lines, num_new - len(lines))
+        return lines, num_new - len(lines)
 
 
 # A line a rank every ten seconds: of 128 ranks that would be all there is to see.
@@ -177,11 +165,12 @@ class PlainView(PlainOnDemand):
         if share <= 0 and not state.has_ended:
             return
         for rank, reader in news:
-            found = reader.read(rank, last=state.has_ended).newest(max(1, share))
-            lines = [_printable(line) for line in found.lines]
-            if found.num_missing:
-                noun = "line" if found.num_missing == 1 else "lines"
-                lines.insert(0, f"… {found.num_missing:,} {noun} not shown, whole in {run.log_dir}")
+            new, num_missing = reader.read(rank, last=state.has_ended)
+            lines = [_printable(line) for line in new[-max(1, share) :]]
+            num_missing += len(new) - len(lines)
+            if num_missing:
+                noun = "line" if num_missing == 1 else "lines"
+                lines.insert(0, f"… {num_missing:,} {noun} not shown, whole in {run.log_dir}")
             self.write([f"[rank {rank.rank}] {line}" for line in lines])
             self._budget.take(len(lines))
 
