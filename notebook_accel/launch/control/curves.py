@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
@@ -87,12 +86,12 @@ def thin_out(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     The steps are divided into stretches of equal length. Of each the lowest and the highest point
     stay, and the first whose value is nan; so do the first and the last of all.
     """
-    points = sorted(points, key=itemgetter(0))
+    points = sorted(points)
     if len(points) <= limit:
         return points
     of_each = 2 if all(math.isfinite(y) for _, y in points) else 3
     first = points[0][0]
-    width = (points[-1][0] - first) / ((limit - 2) // of_each - 1) or 1
+    width = (points[-1][0] - first) / max(1, (limit - 2) // of_each - 1) or 1
     kept = {0, len(points) - 1}
     for _, places in groupby(range(len(points)), lambda place: (points[place][0] - first) // width):
         stretch = list(places)
