@@ -46,6 +46,7 @@ class AgentByHand:
         # A channel waits for ever; here a read that takes so long fails.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(SECONDS), 0))
         self.channel = FramedChannel(ours) if is_remote else Channel(ours)
+        self.channel.open_log = lambda _: os.open(os.devnull, os.O_WRONLY)
         self.ranks: tuple[wire.RankSpec, ...] = ()
 
     def link(self) -> AgentLink:
