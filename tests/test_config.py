@@ -772,6 +772,7 @@ from notebook_accel import ConfigError, LaunchConfig
 from notebook_accel.config import resolve
 from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.notebook.picker import setting_rows
+from notebook_accel.notebook.widgets import PanelWidgets
 
 assert LaunchConfig.__module__ and "warmup: int | None = None" in pydoc.render_doc(LaunchConfig)
 file = Path(sys.argv[1])
@@ -785,7 +786,7 @@ os.environ["NOTEBOOK_ACCEL_WARMUP"] = "7"
 config, _ = resolve({})
 assert config.warmup == 7
 assert rank_environment(LaunchConfig(warmup=5))["NOTEBOOK_ACCEL_WARMUP"] == "5"
-row = setting_rows()["warmup"]
+row = setting_rows(PanelWidgets())["warmup"]
 row.widget.value = " 9 "
 assert (row.value, row.widget.placeholder) == (9, "default: none")
 print("everywhere")

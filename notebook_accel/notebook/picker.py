@@ -41,35 +41,39 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
+from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.markup import copyable, element, join, style_element
 
 # ---- The form: one row a setting, made from the setting's own type.
 
 _OPEN = ""
+_EACH_KEY: dict[str, Any] = {"continuous_update": True}
 _Convert = Callable[[Any], Any]
 
 
-def _classed(widget: Any, name: str) -> Any:
-    widget.add_class(name)
-    return widget
-
-
 class Row:
-    """One setting in the form; ``read`` converts the widget's value to it, ``write`` back."""
+    """One setting in the form.
+
+    Its input is a widget of class ``kind`` with ``traits``; ``read`` converts the widget's value to
+    the setting's, ``write`` back.
+    """
 
     def __init__(
-        self, label: str, about: str, widget: Any, read: _Convert, write: _Convert
+        self,
+        widgets: PanelWidgets,
+        label: str,
+        about: str,
+        kind: Callable[..., Any],
+        read: _Convert,
+        write: _Convert,
+        **traits: Any,
     ) -> None:
-        self.widget, self._about = widget, about
-        self._read, self._write = read, write
-        widget.tooltip = about
-        widget.add_class("na-field")
+        self._about, self._read, self._write = about, read, write
         # The label belongs to the widget for a screen reader: its own description, widened by CSS.
-        widget.description = label
-        widget.style.description_width = "240px"
-        self._note = _classed(ipywidgets.HTML(), "na-note")
-        self.box = _classed(ipywidgets.HBox([widget, self._note]), "na-row")
-        self.say(None)
+        self.widget = widgets.field(kind, label, about, classes="na-field", **traits)
+        note = str(element("span", about, class_="na-about"))
+        self._note = widgets.make(ipywidgets.HTML, note, classes="na-note")
+        self.box = widgets.make(ipywidgets.HBox, [self.widget, self._note], classes="na-row")
 
     @property
     def value(self) -> Any:
@@ -85,12 +89,12 @@ class Row:
         self._note.value = str(element("span", text or self._about, class_=kind, role=role))
 
 
-def setting_rows() -> dict[str, Row]:
+def setting_rows(widgets: PanelWidgets) -> dict[str, Row]:
     """Return a row for each setting and plugin's option, by names as in errors."""
     settings = settings_of(LaunchConfig).items()
-    rows = {name: _row(one) for name, one in settings if name not in PLUGINS}
-    for plugin in PLUGINS:
-        rows |= {_key(plugin, name): _row(one) for name, one in PLUGINS[plugin].options.items()}
+    rows = {name: _row(one, widgets) for name, one in settings if name not in PLUGINS}
+    for plugin, kind in PLUGINS.items():
+        rows |= {_key(plugin, name): _row(one, widgets) for name, one in kind.options.items()}
     return rows
 
 
@@ -98,31 +102,31 @@ def _key(plugin: str, option: str) -> str:
     return f"{plugin}['{option}']"
 
 
-def _row(one: Setting) -> Row:
+def _row(one: Setting, widgets: PanelWidgets) -> Row:
     # An option is called by its own name, as the documentation of every library has it.
     label, about = one.label or one.name, f"{one.about}.".replace("``", "")
     value = one.fallback if one.default is None else one.default
     default = f"default: {one.unset or ('none' if value is None else value)}".replace("``", "")
     read: _Convert = lambda ticked: ticked or None  # noqa: E731
     write: _Convert = bool
+    kind: Any = ipywidgets.Checkbox
+    traits: dict[str, Any] = {"indent": True}
     # A text is sent with each key, so that what is wrong is told while one types.
     if one.name == "env":
-        widget = ipywidgets.Textarea(placeholder="NAME=value", rows=2, continuous_update=True)
+        kind, traits = ipywidgets.Textarea, {"placeholder": "NAME=value", "rows": 2, **_EACH_KEY}
         read, write = _pairs_of_lines, _lines_of_pairs
-    elif one.kind is bool and one.default is False:
-        widget = ipywidgets.Checkbox(indent=True)
-    elif one.texts or one.kind is bool:
+    elif one.texts or (one.kind is bool and one.default is not False):
         choices = [choice for choice in one.texts or (True, False) if choice != one.default]
         # None would mean that nothing is chosen, and be shown as an empty field.
         options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
-        widget = ipywidgets.Dropdown(options=options, value=_OPEN)
+        kind, traits = ipywidgets.Dropdown, {"options": options, "value": _OPEN}
         read = lambda chosen: None if chosen == _OPEN else chosen  # noqa: E731
         write = lambda value: _OPEN if value is None else value  # noqa: E731
-    else:
-        widget = ipywidgets.Text(placeholder=default, continuous_update=True)
+    elif one.kind is not bool:
+        kind, traits = ipywidgets.Text, {"placeholder": default, **_EACH_KEY}
         read = lambda text: one.from_text(text.strip()) if text.strip() else None  # noqa: E731
         write = _text_of
-    return Row(label, about, widget, read, write)
+    return Row(widgets, label, about, kind, read, write, **traits)
 
 
 def _text_of(value: Any) -> str:
@@ -152,7 +156,7 @@ def _lines_of_pairs(given: Mapping[str, str] | None) -> str:
     return "\n".join(lines)
 
 
-def _strategy_row() -> Row:
+def _strategy_row(widgets: PanelWidgets) -> Row:
     """The row's value is a tuple of plugins that go together; () is plain DDP."""
     chosen = [
         names
@@ -163,8 +167,8 @@ def _strategy_row() -> Row:
     options: list[tuple[str, tuple[str, ...]]] = [("Data parallel (DDP)", ())]
     options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]
     about = "How ranks share the model and the data."
-    widget = ipywidgets.Dropdown(options=options, value=())
-    return Row("Strategy", about, widget, tuple, tuple)
+    kind = ipywidgets.Dropdown
+    return Row(widgets, "Strategy", about, kind, tuple, tuple, options=options, value=())
 
 
 # ---- Its texts: what a machine has, code and YAML of settings, whose row an error is.
@@ -246,12 +250,6 @@ _IN_A_TERMINAL = (
 _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
-def _folded(title: str, content: Any) -> tuple[Any, Any]:
-    """Return a button and what it opens, by its style alone: Colab asks no kernel between cells."""
-    button = ipywidgets.ToggleButton(description=title)
-    return _classed(button, "na-fold"), _classed(content, "na-folded")
-
-
 class ConfigPicker:
     """A form for the settings of a launch, shown where it is the last expression of a cell.
 
@@ -283,17 +281,21 @@ class ConfigPicker:
         self._is_filling = False
         self._draws_between_cells = True
         self._has_call = False
-        self._rows = setting_rows()
+        widgets = PanelWidgets(label_width="240px")
+        self._make = widgets.make
+        self._rows = setting_rows(widgets)
         self._plugin_boxes: dict[str, Any] = {}
-        self._devices = ipywidgets.HTML(str(devices_line(None)))
-        self._strategy = _strategy_row()
-        self._message = ipywidgets.HTML()
-        self._code, self._yaml = (_classed(ipywidgets.HTML(), "na-code") for _ in range(2))
+        self._devices = self._make(ipywidgets.HTML, str(devices_line(None)))
+        self._strategy = _strategy_row(widgets)
+        self._message = self._make(ipywidgets.HTML)
+        self._code = self._make(ipywidgets.HTML, classes="na-code")
+        self._yaml = self._make(ipywidgets.HTML, classes="na-code na-folded")
+        beside_buttons = PanelWidgets(label_width="75px").make
         path = str(default_config_path())
-        self._path = ipywidgets.Text(path, description="File", continuous_update=True)
-        self._function = ipywidgets.Dropdown(description="Function", options=[])
-        self._arguments = ipywidgets.Text(
-            description="Arguments", placeholder="3e-4, epochs=2", continuous_update=True
+        self._path = beside_buttons(ipywidgets.Text, path, description="File", **_EACH_KEY)
+        self._function = beside_buttons(ipywidgets.Dropdown, description="Function", options=[])
+        self._arguments = beside_buttons(
+            ipywidgets.Text, description="Arguments", placeholder="3e-4, epochs=2", **_EACH_KEY
         )
         self._buttons: dict[str, Any] = {}
         for name, tooltip, call in (
@@ -301,9 +303,11 @@ class ConfigPicker:
             ("Load", "Take the settings of the file", self._load),
             ("Launch", "Call the function with these settings, in the background", self._launch),
         ):
-            self._buttons[name] = ipywidgets.Button(description=name, tooltip=tooltip)
+            style = "primary" if name == "Launch" else ""
+            self._buttons[name] = self._make(
+                ipywidgets.Button, description=name, tooltip=tooltip, button_style=style
+            )
             self._buttons[name].on_click(partial(self._on_click, call))
-        self._buttons["Launch"].button_style = "primary"
         self.box = self._lay_out()
         fields = [row.widget for row in (*self._rows.values(), self._strategy)]
         for widget in (*fields, self._function, self._arguments):
@@ -376,32 +380,41 @@ class ConfigPicker:
     # ---- layout ----------------------------------------------------------------------------
 
     def _lay_out(self) -> Any:
+        box, text = ipywidgets.VBox, ipywidgets.HTML
         boxes: dict[bool, list[Any]] = {True: [], False: []}
         for name, setting in settings_of(LaunchConfig).items():
             if name not in PLUGINS:
                 boxes[setting.is_first].append(self._rows[name].box)
         for name, plugin in PLUGINS.items():
-            title = ipywidgets.HTML(str(element("h4", plugin.about)))
-            rows = (self._rows[_key(name, option)].box for option in plugin.options)
-            self._plugin_boxes[name] = _classed(ipywidgets.VBox([title, *rows]), "na-plugin")
+            title = self._make(text, str(element("h4", plugin.about)))
+            rows = [title, *(self._rows[_key(name, option)].box for option in plugin.options)]
+            own = ipywidgets.Layout(display="none")
+            self._plugin_boxes[name] = self._make(box, rows, classes="na-plugin", layout=own)
         save, launch = self._buttons["Save"], self._buttons["Launch"]
-        for widget in (self._path, self._function, self._arguments):
-            widget.style.description_width = "75px"
+        of_file = [self._path, save, self._buttons["Load"]]
+        of_call = [self._function, self._arguments, launch]
+        # A fold is opened by its style alone: Colab asks no kernel between cells.
+        more, yaml = (
+            self._make(ipywidgets.ToggleButton, description=title, classes="na-fold")
+            for title in ("More settings", "YAML")
+        )
         parts = [
-            ipywidgets.HTML(style_element("picker"), layout={"display": "none"}),
+            self._make(text, style_element("picker"), layout={"display": "none"}),
             self._devices,
             *boxes[True],
             self._strategy.box,
             *self._plugin_boxes.values(),
-            *_folded("More settings", ipywidgets.VBox(boxes[False])),
+            more,
+            self._make(box, boxes[False], classes="na-folded"),
             self._code,
-            *_folded("YAML", self._yaml),
-            _classed(ipywidgets.HBox([self._path, save, self._buttons["Load"]]), "na-line"),
-            _classed(ipywidgets.HBox([self._function, self._arguments, launch]), "na-line"),
+            yaml,
+            self._yaml,
+            self._make(ipywidgets.HBox, of_file, classes="na-line"),
+            self._make(ipywidgets.HBox, of_call, classes="na-line"),
             # Beside the buttons: whoever clicks there looks there.
             self._message,
         ]
-        return _classed(ipywidgets.VBox(parts), "na-picker")
+        return self._make(box, parts, classes="na-picker")
 
     # ---- what a person does ----------------------------------------------------------------
 

@@ -15,9 +15,19 @@ class PanelWidgets:
 
     Own ones would double what a reloaded page loads before it shows the panel; ipywidgets 8 looks
     for models for two seconds only ("model not found"). Widgets differ by their CSS classes alone.
+
+    All that a widget is goes into the message that makes it: whoever reads slowly is told no more
+    than a thousand messages, and what follows is lost, the end of the cell with it.
+
+    Args:
+        clicks: how the clicks of a page reach the kernel.
+        label_width: of the fields.
     """
 
-    def __init__(self, clicks: ClicksAfterTheCell | None = None) -> None:
+    def __init__(
+        self, clicks: ClicksAfterTheCell | None = None, *, label_width: str | None = None
+    ) -> None:
+        self._label_width = label_width
         self.let_through = (clicks or ClicksAfterTheCell(None)).let_through
         self._layout = ipywidgets.Layout()
         self._styles: dict[Callable[..., Any], Any] = {}
@@ -29,11 +39,12 @@ class PanelWidgets:
         """Make a widget for :meth:`close`; a ``layout`` in ``traits`` replaces the shared one."""
         if kind in self._styles:
             traits["style"] = self._styles[kind]
-        widget = kind(*content, **{"layout": self._layout, **traits})
-        for name in classes.split():
-            widget.add_class(name)
-        if hasattr(widget, "style"):
+        shared = {"layout": self._layout, "_dom_classes": classes.split()}
+        widget = kind(*content, **{**shared, **traits})
+        if kind not in self._styles and hasattr(widget, "style"):
             self._styles[kind] = widget.style
+            if self._label_width and hasattr(widget.style, "description_width"):
+                widget.style.description_width = self._label_width
         self._made.append(widget)
         return widget
 

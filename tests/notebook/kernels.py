@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections import deque
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jupyter_client.connect import port_names
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
 
@@ -333,19 +335,33 @@ class VSCode(Kernel):
             super()._take(message, reply)
 
 
+def _free_ports() -> Iterator[int]:
+    """Ports below those that the system gives to whoever asks for any; each process has others.
+
+    A port that was found free by asking for any is soon given to another test's process, and the
+    kernel that comes to it a second later dies of that.
+    """
+    first = 20_000 + os.getpid() % 120 * 100
+    for port in itertools.cycle(range(first, first + 100)):
+        with socket.socket() as asked:
+            is_taken = asked.connect_ex(("127.0.0.1", port)) == 0
+        if not is_taken:
+            yield port
+
+
+_ports = _free_ports()
+
+
 @contextmanager
 def kernel_manager(**options: Any) -> Iterator[KernelManager]:
-    """One whose kernel listens on sockets of files, and that ends it.
-
-    A TCP port that the manager finds free may belong to another test's process by the time that
-    the kernel listens there, and the kernel dies of it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        manager = KernelManager(transport="ipc", ip=f"{folder}/kernel", **options)
-        try:
-            yield manager
-        finally:
-            manager.shutdown_kernel(now=True)
+    """One that ends its kernel."""
+    manager = KernelManager(cache_ports=False, **options)
+    for name in port_names:
+        setattr(manager, name, next(_ports))
+    try:
+        yield manager
+    finally:
+        manager.shutdown_kernel(now=True)
 
 
 @contextmanager
