@@ -85,6 +85,8 @@ class CommonActions:
         with held(), self._lock:
             if self._why_ended:
                 return ended(RuntimeError(self._why_ended))
+            if not [*self._agents()]:
+                return ended(RuntimeError(f"{action.kind}: no rank runs yet"))
             if self._pause and self._pause_over is None and action.kind != "set":
                 return ended(_while_paused(action))
             last = self._line[-1] if self._line else None

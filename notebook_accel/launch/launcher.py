@@ -154,6 +154,7 @@ class Session:
     makes a new one.
 
     Attributes:
+        folder: has a log file for each rank, with the rank's output of all calls.
         newest_call: a handle of the newest call, without results; calls of :meth:`ask` count. None
             before the first call.
     """
@@ -176,11 +177,11 @@ class Session:
             # An interrupt that is held here is raised at the end of that block. The ranks run by
             # then and the caller never gets the session, so `undo` ends them.
             with held(), naming_what_is_short():
-                self._folder = RunFolder.make()
-                undo.callback(self._folder.remove)
-                self._folder.make_logs(plan.world_size)
+                self.folder = RunFolder.make()
+                undo.callback(self.folder.remove)
+                self.folder.make_logs(plan.world_size)
                 self._pool = engine.start_ranks(
-                    request, plan, run=self._folder.id, log_dir=self._folder.path
+                    request, plan, run=self.folder.id, log_dir=self.folder.path
                 )
                 undo.callback(self.kill)
                 self._pool.start()
@@ -203,7 +204,7 @@ class Session:
         packed = _pack(request, None if request.brings_globals else self._registry)
         request = replace(request, notices=(*packed.notices, *request.notices))
         begin = partial(self._send, packed)
-        return _begin_and_wait(request, begin, self.world_size, self._folder, is_listed=is_listed)
+        return _begin_and_wait(request, begin, self.world_size, self.folder, is_listed=is_listed)
 
     @contextlib.contextmanager
     def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
@@ -254,14 +255,6 @@ class Session:
     @property
     def processes(self) -> tuple[ProcessState, ...]:
         return self._pool.processes
-
-    @property
-    def log_dir(self) -> Path:
-        """Folder with a log file for each rank; the file has the rank's output of all calls."""
-        return self._folder.path
-
-    def read_log(self, rank: int) -> str:
-        return self._folder.read_log(rank)
 
     def stacks(self, rank: int | None = None) -> str:
         """Return the current Python stacks of ``rank`` as text; None stands for all ranks."""

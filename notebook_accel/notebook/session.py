@@ -490,16 +490,16 @@ class NotebookSession:
             lines.append(f"rank {one.rank}  pid {one.pid}  {how}")
         names = sorted(self.names)
         lines.append(f"names: {', '.join(names)}")
-        lines.append(f"logs: {self.session.log_dir}")
+        lines.append(f"logs: {self.session.folder.path}")
         return "\n".join(lines)
 
     def logs(self, rank: int | None = None) -> str:
         """Return what a rank printed (None: all, labelled); ConfigError for no such rank."""
         if rank is not None:
             self._check_ranks([rank])
-            return self.session.read_log(rank)
+            return self.session.folder.read_log(rank)
         ranks = range(self.world_size)
-        return "".join(labelled(number, self.session.read_log(number)) for number in ranks)
+        return "".join(labelled(number, self.session.folder.read_log(number)) for number in ranks)
 
     def stacks(self, rank: int | None = None) -> str:
         """Return a rank's stacks (None: all); ConfigError if there is no such rank."""

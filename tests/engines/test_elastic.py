@@ -277,6 +277,8 @@ def test_the_handle_comes_before_the_machines(
     stopped = launch(train, config=config, view=View(), block=False)
     assert (stopped.status, stopped.world_size) == ("starting", 2)
     address, token = command(stopped)
+    with pytest.raises(RuntimeError, match="save: no rank runs yet"):
+        stopped.save()
     stopped.stop()
     with pytest.raises(RunStopped):
         stopped.wait(BUSY)
