@@ -47,7 +47,6 @@ NEEDS_OTHERS = {
     "test_a_gigabyte_each_way",
     "test_a_rank_speaks_for_itself_alone",
     "test_a_rank_that_waits_for_one_that_has_returned",
-    "test_all_ranks_raise_alike",
     "test_key_error_while_the_others_sit_in_a_collective",
     "test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time",
     "test_ranks_that_wait_for_one_that_failed",
