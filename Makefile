@@ -138,7 +138,7 @@ test-datasets: $(READY)
 
 test-deepspeed: $(READY)
 	$(call on_top,deepspeed,--constraint constraints.txt deepspeed==0.19.8)
-	build/deepspeed/bin/python -m pytest tests/training/strategies/test_deepspeed.py \
+	build/deepspeed/bin/python -m pytest tests/training/test_deepspeed.py \
 	  tests/cli/test_launch.py::test_deepspeed_trains_from_a_file_alone \
 	  tests/test_private_names.py $(ARGS)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from notebook_accel import (
     ParallelismConfig,
     find_run,
     notebook_launcher,
+    set_seed,
 )
 from notebook_accel.launch.view.progress import progress_text
 from notebook_accel.launch.view.summary import summary_lines
@@ -175,3 +178,48 @@ def test_the_summary_counts_the_batches_of_the_loader_in_which_steps_are_made() 
     run = notebook_launcher(train_and_validate, num_processes=2, view="none")
     said = {progress_text(rank) for rank in run.state.ranks}
     assert said == {"12 steps, 6/6 batches"}
+
+
+# ---- what ``config=`` says reaches every Accelerator of the function, with no line in it
+
+CONFIG: dict[str, Any] = {
+    "num_processes": 2,
+    "devices": "cpu",
+    "seed": 7,
+    "gradient_accumulation_steps": 2,
+    "fsdp": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20},
+}
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def train_by_config() -> dict[str, Any]:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    drawn = draw()
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+    return {
+        "drawn": drawn,
+        "steps": accelerator.gradient_accumulation_steps,
+        "kind": str(accelerator.distributed_type.value),
+        "wrapped": [isinstance(layer, FSDPModule) for layer in model],
+        "sharded": all(isinstance(weight, DTensor) for weight in model.parameters()),
+    }
+
+
+def test_seed_accumulation_and_fsdp_come_from_the_config() -> None:
+    run = notebook_launcher(train_by_config, config=CONFIG, view="none")
+    set_seed(7)
+    expected = {
+        "drawn": draw(),
+        "steps": 2,
+        "kind": "FSDP",
+        # The second layer has 18 weights.
+        "wrapped": [True, False],
+        "sharded": True,
+    }
+    assert list(run) == [expected, expected]

@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -101,9 +100,8 @@ class SequenceDivider:
                 self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
             ):
                 pass  # ``own`` keeps this rank's part
-            of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
-            dist.all_gather(of_ranks, own, group=self._mesh.get_group())
-            self._length, self._positions = length, (own, torch.cat(of_ranks))
+            of_ranks = DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False)
+            self._length, self._positions = length, (own, of_ranks.full_tensor())
         return self._positions
 
 

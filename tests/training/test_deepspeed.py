@@ -1,13 +1,15 @@
 """DeepSpeed's ZeRO trains as the single process does: stages, precisions, windows, checkpoints.
 
-Tolerances are those of ``meshes``. Under bf16 DeepSpeed keeps weights in 16 bits beside those that
-it steps, so each product is rounded once and each weight once more.
+Several cases run in a launch: DeepSpeed's import and its first engine take a rank some seconds, a
+case after that 0.1 to 1 s. Tolerances are those of ``meshes``. Under bf16 DeepSpeed keeps weights
+in 16 bits beside those that it steps, so each product is rounded once and each weight once more.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
-from tests.training import deepspeeds
-from tests.training.deepspeeds import KINDS
+from tests.training import meshes
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -37,6 +38,61 @@ from tests.training.meshes import (
 
 pytest.importorskip("deepspeed")
 
+# What the user asks for, by name.
+KINDS: dict[str, dict[str, Any]] = {
+    "stage 1": {"zero_stage": 1},
+    "stage 2": {"zero_stage": 2},
+    "stage 3": {"zero_stage": 3},
+    "stage 2, states on the host": {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+    "stage 3, all on the host": {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "cpu",
+    },
+}
+
+
+def zero_accelerator(kind: str, **settings: Any) -> Accelerator:
+    plugin = DeepSpeedPlugin(**KINDS[kind])
+    return Accelerator(cpu=True, deepspeed_plugin=plugin, **settings)
+
+
+def train_all(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What each case comes to by each kind; a case is one of ``meshes``."""
+    seen: dict[str, dict[str, Any]] = {}
+    for kind, fields in KINDS.items():
+        # One plugin for all: what was filled in for one case does not count for the next.
+        one = DeepSpeedPlugin(**fields)
+        one.deepspeed_config["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
+        plugin = {"deepspeed_plugin": one}
+        meshes.LAYOUTS["zero"] = (2, 2, lambda plugin=plugin: plugin)  # type: ignore[misc]
+        seen[kind] = {}
+        for name, case in cases.items():
+            if case.get("precision") == "fp16":
+                compute_in_fp16()
+            seen[kind][name] = meshes.train("zero", case)
+    return seen
+
+
+def compute_in_fp16() -> None:
+    """DeepSpeed, imported before, refuses CPUs whose fp16 torch emulates."""
+    device = sys.modules["deepspeed"].accelerator.get_accelerator()
+    device.is_fp16_supported = lambda: True
+
+
+def step_in_fp16(kind: str, scale_power: int) -> tuple[bool, bool]:
+    """Whether a step by such a loss scale was left out, and whether the weights stayed."""
+    plugin = DeepSpeedPlugin(**KINDS[kind])
+    plugin.deepspeed_config["fp16"] = {"enabled": "auto", "initial_scale_power": scale_power}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="fp16")
+    model, optimizer = make({"optimizer": "sgd"})
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = weights_of(accelerator, model)
+    accelerator.forward_backward(model, *data(4).tensors, loss_of)
+    optimizer.step()
+    return optimizer.step_was_skipped, weights_of(accelerator, model) == before
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "uneven end": {"optimizer": "sgd", "samples": 13},
@@ -50,7 +106,7 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(deepspeeds.train, 2, CASES, timeout=240)
+    return run_ranks(train_all, 2, CASES, timeout=240)
 
 
 @pytest.mark.timeout(300)
@@ -88,9 +144,9 @@ def test_16_bits_stay_near_full_precision(kind: str, precision: str, trained: li
 
 
 def overflows() -> list[list[tuple[bool, bool]]]:
-    deepspeeds.accelerator_for("stage 1")
-    deepspeeds.compute_in_fp16()
-    return [[deepspeeds.step_in_fp16(kind, power) for power in (40, 8)] for kind in KINDS]
+    zero_accelerator("stage 1")
+    compute_in_fp16()
+    return [[step_in_fp16(kind, power) for power in (40, 8)] for kind in KINDS]
 
 
 @pytest.mark.timeout(200)
@@ -133,7 +189,7 @@ def resume_one(kind: str, precision: str, folder: str) -> dict[str, Any]:
 
 
 def prepared(kind: str, precision: str) -> list[Any]:
-    accelerator = deepspeeds.accelerator_for(kind, mixed_precision=precision)
+    accelerator = zero_accelerator(kind, mixed_precision=precision)
     model, optimizer = make({})
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     loader: Any = DataLoader(data(16), batch_size=2, shuffle=True)
@@ -284,7 +340,7 @@ def by_environment() -> dict[str, Any]:
 
 def train_beside_a_teacher() -> dict[str, Any]:
     """Two models, each with a configuration of its own: one is trained, one only asked."""
-    student, teacher = deepspeeds.accelerator_for("stage 2"), deepspeeds.accelerator_for("stage 3")
+    student, teacher = zero_accelerator("stage 2"), zero_accelerator("stage 3")
     model, optimizer = make({"optimizer": "sgd"})
     model, optimizer = student.prepare(model, optimizer)
     judge: Any = make({})[0]
@@ -316,7 +372,7 @@ def drop_a_window() -> dict[str, tuple[float, float]]:
 
 
 def dropped_loss(kind: str, window: int, sees_it: bool) -> float:
-    accelerator = deepspeeds.accelerator_for(kind, gradient_accumulation_steps=window)
+    accelerator = zero_accelerator(kind, gradient_accumulation_steps=window)
     model, optimizer = make({"optimizer": "sgd"})
     model, optimizer = accelerator.prepare(model, optimizer)
     batches = list(zip(*(part.split(4) for part in data(16).tensors), strict=True))
