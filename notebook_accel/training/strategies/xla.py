@@ -8,7 +8,6 @@ that the ranks cannot silently diverge.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
 
-# Torch has one flag for the process, and ranks may be threads of it.
-_moving = threading.Lock()
 # Steps in a row that compiled, from which on the loop is told. The first compiles twice: the
 # optimizer has its state from the second step on.
 _COMPILED_STEPS = 8
@@ -62,7 +59,7 @@ class XlaParallel(Strategy):
 
     def place(self, given: ModelToPrepare) -> Module:
         if given.device is not None:
-            _move(given.model, given.device)
+            super().place(given)
             if not any(isinstance(one, _MovingForward) for one in replaced_forwards(given.model)):
                 given.model.__dict__["forward"] = _MovingForward(given.model, given.device)
         if self.topology.num_processes > 1:
@@ -175,21 +172,6 @@ def _refuse_others(plugins: Iterable[str], scaling: LossScaling | None) -> None:
             'mixed_precision="fp16" scales losses, which torch_xla does not support: use "bf16", '
             "which TPUs are made for"
         )
-
-
-def _move(model: Module, device: torch.device) -> None:
-    """Move a model to the device, while its parameters stay the same Python objects.
-
-    By default torch makes new parameters when it moves a model to an XLA device. Tied weights would
-    then be separated, and an optimizer that was made before would step the old ones.
-    """
-    with _moving:
-        before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            model.to(device)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _host_copy(state: Any) -> Any:
