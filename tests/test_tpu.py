@@ -23,7 +23,7 @@ from notebook_accel.launch.engines import engine_for, local
 from notebook_accel.launch.engines.local import LocalEngine
 from notebook_accel.launch.engines.xla import XlaEngine
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.machine import machine_with
+from notebook_accel.launch.preflight import machine_with
 from notebook_accel.notebook.picker import devices_line
 from notebook_accel.wire import Devices
 

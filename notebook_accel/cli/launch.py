@@ -33,7 +33,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight
-from notebook_accel.launch.machine import machine_with
+from notebook_accel.launch.preflight import machine_with
 from notebook_accel.launch.rank_environment import (
     ON_CPU,
     WITHOUT_DEVICES,

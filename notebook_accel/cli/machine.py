@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from notebook_accel.config import default_config_path
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.doctor import STOPS, as_lines, examine
-from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.text import wording
 
 _VARIABLES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_", "SLURM_")

@@ -22,7 +22,7 @@ from notebook_accel.config import resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
-from notebook_accel.launch.machine import Machine, look_at_machine
+from notebook_accel.launch.preflight import Machine, look_at_machine
 from notebook_accel.launch.template.handle import imports_line
 from notebook_accel.system.limits import files_needed, free_in_container, hard_limit
 

@@ -37,8 +37,8 @@ from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.detached import check_can_detach, launch_detached
 from notebook_accel.launch.engines import Engine, RankPlan, engine_for
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.payload import PackedCall, Registry, pack_call
+from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.run import Run, call_of, raise_error, save_to
 from notebook_accel.launch.text import wording

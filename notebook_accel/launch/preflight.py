@@ -1,4 +1,9 @@
-"""Checks before a launch: each raises an error that says what to do, before anything is started."""
+"""What this machine has, and checks before a launch.
+
+A child process asks torch for the accelerators: a process that uses a GPU takes some GPU memory, so
+this process must not use one. Each check raises an error that says what to do, before anything is
+started.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,21 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
+from notebook_accel import tpu
 from notebook_accel.config import LaunchConfig, shares_devices
 from notebook_accel.config.checks import as_seconds, check_enough, shown, too_old_torch
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch.machine import Machine
+from notebook_accel.launch.rank_environment import num_cores, rank_environment
+from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.limits import check_open_files, files_needed, hard_limit
+from notebook_accel.wire import Devices
 
 _GIB = 1024**3
 # Of a rank that has imported torch, before it has a model.
@@ -25,6 +36,79 @@ _MAX_RANKS_OF_CORE = 4
 # Characters of a value in an error; of a longer one, its type.
 _MAX_SHOWN = 200
 _INLINE = "otherwise take engine='inline', which runs the function in the notebook's own process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator of this machine, such as a GPU.
+
+    Attributes:
+        memory: its total memory in bytes; 0 if that is unknown.
+    """
+
+    index: int
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The accelerators, cores, memory and library versions of this machine.
+
+    Attributes:
+        memory: total memory of the host, in bytes.
+        free_memory: available memory of the host, in bytes.
+        problem: why torch can use no accelerator, such as an old driver; "" if torch gives no
+            reason.
+        error: why the accelerators could not be counted; "" if they were.
+        tpu: one line about the machine's TPU and the library for it; "" if there is no TPU.
+    """
+
+    kind: str
+    devices: tuple[Device, ...]
+    num_cores: int
+    memory: int
+    free_memory: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+    error: str = ""
+    tpu: str = ""
+
+
+def look_at_machine() -> Machine:
+    """Return the devices, cores and memory of this machine; a child process asks torch.
+
+    If the child process fails, the result has no devices, and its ``error`` says why.
+    """
+    environment = rank_environment(LaunchConfig())
+    try:
+        found = ask_template(environment, lambda source: source.count_devices(environment))
+    except LaunchError as failed:
+        found = Devices(kind="cpu", error=str(failed))
+    return machine_with(found)
+
+
+def machine_with(found: Devices) -> Machine:
+    """Return the description of this machine from accelerators that were counted already."""
+    memories = found.memory or (0,) * len(found.names)
+    memory = psutil.virtual_memory()
+    return Machine(
+        kind=found.kind,
+        devices=tuple(
+            Device(index=index, name=name, memory=memory)
+            for index, (name, memory) in enumerate(zip(found.names, memories, strict=True))
+        ),
+        num_cores=num_cores(),
+        memory=memory.total,
+        free_memory=memory.available,
+        versions=found.versions,
+        problem=found.problem,
+        error=found.error,
+        tpu=tpu.summary(),
+    )
+
+
+# ---- checks ----------------------------------------------------------------------------------
 
 
 def check_wait(*, block: object, timeout: object) -> None:

@@ -34,8 +34,7 @@ from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import Setting
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.machine import Machine, look_at_machine
-from notebook_accel.launch.preflight import check_fits, crowding
+from notebook_accel.launch.preflight import Machine, check_fits, crowding, look_at_machine
 from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for

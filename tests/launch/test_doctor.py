@@ -17,7 +17,7 @@ import torch
 from notebook_accel.config import default_config_path
 from notebook_accel.launch import doctor
 from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
-from notebook_accel.launch.machine import Machine
+from notebook_accel.launch.preflight import Machine
 from notebook_accel.notebook import doctor as notebook_doctor
 from notebook_accel.notebook.doctor import Diagnosis
 from notebook_accel.training.processes import devices

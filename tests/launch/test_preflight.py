@@ -21,8 +21,8 @@ import torch
 
 from notebook_accel import ConfigError, LaunchError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.machine import Machine
 from notebook_accel.launch.preflight import (
+    Machine,
     check_call,
     check_files_of_ranks,
     check_port,

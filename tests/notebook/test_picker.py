@@ -19,7 +19,7 @@ import yaml
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path, settings_of
 from notebook_accel.config.plugins import PLUGINS
-from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.launch.preflight import Device, Machine
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module

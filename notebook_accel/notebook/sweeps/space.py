@@ -22,7 +22,7 @@ from notebook_accel.config.checks import as_count, check_enough, shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.engines.ray import num_places
-from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import VISIBLE_OF_KIND
 from notebook_accel.notebook.sweeps.trial import SweepFolder, Trial, TrialChoice, TrialRecord
 

@@ -14,7 +14,7 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import _key, ask_template, template, warm
 
