@@ -60,7 +60,7 @@ def test_each_file_that_contributing_names_exists() -> None:
     text = (TREE / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w./-]+)`", text) if re.search(r"\.\w+$|/$", name)}
     files = {name for name in named if "/" in name} - {"dist/"}
-    assert "actions/common_actions.py" in files
+    assert "actions/ending.py" in files
     assert not [file for file in files if not ((PACKAGE / file).exists() or (TREE / file).exists())]
 
 
