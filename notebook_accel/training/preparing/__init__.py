@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -26,16 +27,17 @@ from torch.utils.hooks import RemovableHandle
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.collectives.nested import num_bytes
 from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward
-from notebook_accel.training.preparing.state_after_stop import copy_on_meta, parts_of
+from notebook_accel.training.preparing.state_after_stop import RankPart, copy_on_meta, in_pieces
 from notebook_accel.training.processes import device_memory
 from notebook_accel.training.processes.devices import name_of_device
 from notebook_accel.training.settings import environment
-from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
@@ -254,25 +256,73 @@ class Preparation:
     def save(self, folder: str) -> None:
         self.checkpoints().save(folder, safe=True)
 
-    def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
+    def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[RankPart]:
         """Yield this rank's training state in alternative forms, the most complete first.
 
         It is called on each rank of a run that was stopped or interrupted. The rank sends the
-        notebook the first form that can be pickled.
+        notebook the first form that can be pickled. Rank 0 yields a form with the models, then a
+        form with state dicts alone. If any model is sharded, other ranks yield the form with state
+        dicts; if not, they yield no more than their random states, since rank 0 has the rest.
+
+        What the host has no free memory for is left out, and one line says so: first the
+        optimizers' states, then everything. This rank makes a copy to send, and the notebook joins
+        the copies.
 
         Args:
             free: bytes of the host's memory that the copies may take.
         """
+        strategy, context = self.strategy, current()
+        topology = strategy.topology
+        is_first = topology.process_index == 0
+        in_parts = [strategy.is_in_parts(known.inner) for known in self.models]
+        if not self.models:
+            return
         checkpoints = self.checkpoints()
-        return parts_of(
-            self.strategy,
-            self.models,
-            self.optimizers,
-            self.schedulers,
-            num_steps,
-            free,
-            {} if checkpoints is None else checkpoints.states_at_stop(),
+        files = {} if checkpoints is None else checkpoints.states_at_stop()
+        if not (is_first or any(in_parts)):
+            if files:  # its random states
+                own = {name: state for name, state in files.items() if name.startswith("random")}
+                yield RankPart(step=num_steps, files=own)
+            return
+        models = [known.plain for known in self.models]
+        # Ranks of one machine that all have parts copy theirs at the same time.
+        num_copies = 2 * (topology.local_num_processes if any(in_parts) else 1)
+        weights = [[*model.parameters(), *model.buffers()] for model in models]
+        if (needed := num_copies * sum(map(num_bytes, weights))) > free:
+            notice(f"what was being trained is not kept: {_of_memory(needed, free)}")
+            return
+        optimizers = [strategy.own_optimizer_state(known.optimizer) for known in self.optimizers]
+        dropped = []
+        if (needed := needed + num_copies * num_bytes(optimizers)) > free:
+            dropped = [f"the optimizers' states are not kept: {_of_memory(needed, free)}"]
+            notice(*dropped)
+            optimizers = [None for _ in optimizers]
+        without = RankPart(
+            models=[None for _ in models],
+            weights=[
+                in_pieces(dict(strategy.state_dict(model, full=False)))
+                if is_part and strategy.joins_later
+                else None
+                for model, is_part in zip(models, in_parts, strict=True)
+            ],
+            optimizers=[in_pieces(state) for state in optimizers],
+            schedulers=[known.scheduler.state_dict() for known in self.schedulers],
+            step=num_steps,
+            missing=dropped,
+            files=files,
+            at_common_point=context.left_with_all or not context.is_interrupted,
+            is_stepping=context.is_stepping,
         )
+        if is_first:
+            models_sent = [
+                known.meta_copy if is_part else model
+                for known, model, is_part in zip(self.models, models, in_parts, strict=True)
+            ]
+            yield replace(without, models=models_sent)
+            for index, is_part in enumerate(in_parts):
+                if not is_part:
+                    without.weights[index] = in_pieces(dict(models[index].state_dict()))
+        yield without
 
     def memory_parts(self, error: BaseException) -> dict[str, int]:
         """Return the bytes of the device's memory that each part takes, if ``error`` is for them.
@@ -367,6 +417,10 @@ class Preparation:
     def _device(self, placement: bool | None) -> torch.device | None:
         wanted = self.request.device_placement if placement is None else placement
         return self.request.topology.device if wanted else None
+
+
+def _of_memory(needed: int, free: int) -> str:
+    return f"the copies need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
 
 
 def _batch_sizes(item: object, num_shares: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Training state of a stopped or interrupted run: from the ranks to the notebook.
 
-    each rank:  parts_of(models, ...) -> RankPart, pickled, sent with the rank's last message
+    each rank:  Preparation.parts_to_rescue -> RankPart, pickled, sent with the rank's last message
     notebook:   RankPart.join(parts of the other ranks) -> Rescued, which is ``run.rescued``
                 Rescued.write -> file in the run's folder -> Rescued.read, also in another kernel
 
@@ -17,23 +17,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch.nn import Module, Parameter
 
-from notebook_accel.rank.this_rank import current
-from notebook_accel.training.collectives.nested import honor_type, num_bytes, recursively_apply
+from notebook_accel.training.collectives.nested import honor_type, recursively_apply
 from notebook_accel.training.files import numbered, save_weights
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.state_files import write_state
-from notebook_accel.training.models import PreparedModel
-from notebook_accel.training.settings.notices import notice
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.strategies.base import Strategy
 
 # In the random states of a run that was interrupted elsewhere than at a common point of all ranks:
 # within which step, if some weights may have made it.
@@ -220,91 +215,12 @@ class RankPart(Rescued):
         )
 
 
-def parts_of(
-    strategy: Strategy,
-    known_models: Sequence[PreparedModel],
-    known_optimizers: Sequence[AcceleratedOptimizer],
-    known_schedulers: Sequence[AcceleratedScheduler],
-    num_steps: int,
-    free: int,
-    files: dict[str, Any],
-) -> Iterator[RankPart]:
-    """Yield this rank's part in alternative forms; the caller sends the first that pickles.
-
-    Rank 0 yields a form with the models, then a form with state dicts alone. If any model is
-    sharded, other ranks yield the form with state dicts; if not, they yield no more than their
-    random states, since rank 0 has the rest.
-
-    What the host has no free memory for is left out, and one line says so: first the optimizers'
-    states, then everything. This rank makes a copy to send, and the notebook joins the copies.
-
-    Args:
-        free: bytes of the host's memory that the copies may take.
-        files: the rest of a checkpoint.
-    """
-    topology, context = strategy.topology, current()
-    is_first = topology.process_index == 0
-    in_parts = [strategy.is_in_parts(known.inner) for known in known_models]
-    if not known_models:
-        return
-    if not (is_first or any(in_parts)):
-        if files:  # its random states
-            own = {name: state for name, state in files.items() if name.startswith("random")}
-            yield RankPart(
-                models=[], weights=[], optimizers=[], schedulers=[], step=num_steps, files=own
-            )
-        return
-    models = [known.plain for known in known_models]
-    # Ranks of one machine that all have parts copy theirs at the same time.
-    num_copies = 2 * (topology.local_num_processes if any(in_parts) else 1)
-    weights = [[*model.parameters(), *model.buffers()] for model in models]
-    if (needed := num_copies * sum(map(num_bytes, weights))) > free:
-        notice(f"what was being trained is not kept: {_of_memory(needed, free)}")
-        return
-    optimizers = [strategy.own_optimizer_state(known.optimizer) for known in known_optimizers]
-    dropped = []
-    if (needed := needed + num_copies * num_bytes(optimizers)) > free:
-        dropped = [f"the optimizers' states are not kept: {_of_memory(needed, free)}"]
-        notice(*dropped)
-        optimizers = [None for _ in optimizers]
-    without = RankPart(
-        models=[None for _ in models],
-        weights=[
-            _in_pieces(dict(strategy.state_dict(model, full=False)))
-            if is_part and strategy.joins_later
-            else None
-            for model, is_part in zip(models, in_parts, strict=True)
-        ],
-        optimizers=[_in_pieces(state) for state in optimizers],
-        schedulers=[known.scheduler.state_dict() for known in known_schedulers],
-        step=num_steps,
-        missing=dropped,
-        files=files,
-        at_common_point=context.left_with_all or not context.is_interrupted,
-        is_stepping=context.is_stepping,
-    )
-    if is_first:
-        models_sent = [
-            known.meta_copy if is_part else model
-            for known, model, is_part in zip(known_models, models, in_parts, strict=True)
-        ]
-        yield replace(without, models=models_sent)
-        for index, is_part in enumerate(in_parts):
-            if not is_part:
-                without.weights[index] = _in_pieces(dict(models[index].state_dict()))
-    yield without
-
-
-def _of_memory(needed: int, free: int) -> str:
-    return f"the copies need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
-
-
 def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
     """Return the items at ``index`` of all lists that have one."""
     return [one[index] for one in lists if index < len(one)]
 
 
-def _in_pieces(values: Any) -> Any:
+def in_pieces(values: Any) -> Any:
     """Return nested ``values`` with a :class:`TensorPiece` in place of each ``DTensor``."""
     from torch.distributed.tensor import DTensor
 
