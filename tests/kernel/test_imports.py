@@ -62,6 +62,35 @@ def test_ranks_have_what_cells_and_earlier_ranks_imported(
     assert notebook.run(run).strip() == "[False, False]"
 
 
+def test_ranks_find_modules_that_the_path_no_longer_leads_to(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    # `sys.path.append("src")`, an import, and `%cd` elsewhere: a fork would have the modules.
+    for name in ("repo/src/of_src", "repo/beside", "taken_out/of_once"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(f"value = {name!r}")
+    (tmp_path / "repo/package").mkdir()
+    (tmp_path / "repo/package/inner.py").write_text("value = 'inner'")
+    (tmp_path / "elsewhere").mkdir()
+    notebook.run(f"""
+        import os, sys
+        from notebook_accel import notebook_launcher
+        os.chdir({str(tmp_path / "repo")!r})
+        sys.path.append("src")
+        sys.path.append({str(tmp_path / "taken_out")!r})
+        import beside, of_src, of_once, package.inner
+        sys.path.pop()
+        os.chdir({str(tmp_path / "elsewhere")!r})
+        def function():
+            import other_of_src
+            return of_src.value, beside.value, of_once.value, package.inner.value, os.getcwd()
+    """)
+    (tmp_path / "repo/src/other_of_src.py").write_text("")
+    printed = notebook.run("print(notebook_launcher(function, (), 2, view='none')[1])")
+    values = ("repo/src/of_src", "repo/beside", "taken_out/of_once", "inner")
+    assert printed.strip() == repr((*values, str(tmp_path / "elsewhere")))
+
+
 def test_a_session_has_them_and_cells_of_any_kind_run_on(
     notebook: Notebook, tmp_path: Path
 ) -> None:
