@@ -4,6 +4,9 @@
     rows of launch/setup/libraries.py ---+--> steps, notices --> LaunchRequest
     ``%%everywhere`` cells --------------+
 
+Of the notebook's own modules, whose files are beside it, objects with data count as well: what a
+cell assigned below one, and all that one holds, once a cell has called a method of it.
+
 Only statements at the top level of a cell count, also under ``if``, ``for`` and ``try``. A cell's
 text says which place of which library it changed; the value is the one that stands there at the
 launch. A call of which nobody knows whether it can be repeated is named to the user, once.
@@ -11,6 +14,7 @@ launch. A call of which nobody knows whether it can be repeated is named to the 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 import types
@@ -39,6 +43,7 @@ _PLAIN = (
     *(ast.Tuple, ast.UnaryOp, ast.expr_context, ast.unaryop),
 )
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_DATA = (argparse.Namespace, dict, list, set, types.SimpleNamespace)
 _MAX_LABEL = 80
 # Lines that the user was told in this kernel.
 _told: set[str] = set()
@@ -88,25 +93,26 @@ def read_setup(shell: InteractiveShell | None) -> tuple[list[Step], tuple[str, .
 
 def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple[Any, ...]]:
     namespace = shell.user_ns if shell else {}
+    own = _own_modules()
     for text in namespace.get("In", ()):
         for found in _statements(text):
             if not found.root:
                 # Its effect may be all that is wanted of it.
-                place = "importlib", setup.call, ("import_module",)
-                yield (found.label, found.label, *place, found.path, {})
+                importing = "importlib", setup.call, ("import_module",)
+                yield (found.label, found.label, *importing, found.path, {})
                 continue
-            root = _root(namespace.get(found.root))
-            if root is None:
-                continue
-            name, path = root[0], (*root[1], *found.path)
-            try:
-                value = setup.value_at(sys.modules[name], path)
-            except (AttributeError, LookupError, TypeError):
-                continue  # it was taken back, or the cell ended before it
+            place = _place(found, namespace, own)
+            if place is None:
+                continue  # it is no library's, was taken back, or the cell ended before it
+            name, path, value = place
             dotted = ".".join([name, *(str(part) for part in path)])
             if found.called is None:
                 if not dotted.startswith(_NOT_SET):
                     yield dotted, found.label, name, setup.assign, path, value
+                continue
+            owner = setup.value_at(sys.modules[name], path[:-1])
+            if name in own and (isinstance(owner, _DATA) or type(owner).__module__ in own):
+                yield dotted.rpartition(".")[0], found.label, name, setup.refill, path[:-1], owner
                 continue
             qualified = getattr(value, "__qualname__", "") or type(value).__qualname__
             names = (dotted, f"{getattr(value, '__module__', '')}.{qualified}")
@@ -117,12 +123,40 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
                 lost.append(f"`{found.label}`")
 
 
-def _root(value: Any) -> tuple[str, Path] | None:
+def _own_modules() -> dict[str, types.ModuleType]:
+    """Return the imported modules that are not installed: files of the person's."""
+    installed = (sys.prefix, sys.base_prefix)
+    return {
+        name: module
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None)) and not file.startswith(installed)
+    }
+
+
+def _place(
+    found: _Found, namespace: dict[str, Any], own: dict[str, types.ModuleType]
+) -> tuple[str, Path, Any] | None:
+    """Return the module that a statement changed, the path below it and the value there, if any."""
+    root = _root(namespace.get(found.root), own)
+    if root is None:
+        return None
+    name, path = root[0], (*root[1], *found.path)
+    try:
+        return name, path, setup.value_at(sys.modules[name], path)
+    except (AttributeError, LookupError, TypeError):
+        return None
+
+
+def _root(value: Any, own: dict[str, types.ModuleType]) -> tuple[str, Path] | None:
     """Return the module and the path from it; None for anything else, and what the cells define."""
     if isinstance(value, types.ModuleType):
         name, path = value.__name__, ""
     elif isinstance(value, _NAMED):
         name, path = value.__module__ or "", value.__qualname__
+    elif isinstance(value, _DATA) or type(value).__module__ in own:
+        # `from config import cfg`: the module has the same object.
+        held = ((n, key) for n, m in own.items() for key, one in vars(m).items() if one is value)
+        name, path = next(held, ("", ""))
     else:
         return None
     if name == "__main__" or name not in sys.modules:

@@ -11,6 +11,8 @@ from notebook_accel.launch.text.used_names import names_of
 from tests.kernel.notebooks import open_notebook
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.kernel.notebooks import Notebook
 
 # Settings of first cells: what a rank is asked, and what a cell has done for it.
@@ -142,6 +144,31 @@ def test_forty_settings_of_first_cells_reach_the_ranks(book: Notebook) -> None:
             print("differs:", {key: two for key, two in others.items() if two[0] != two[1]})
     """)
     assert shown.count("differs: {}") == 2, shown
+    assert "not in the ranks" not in shown
+
+
+def test_what_cells_did_to_objects_of_the_notebooks_own_modules(
+    book: Notebook, tmp_path: Path
+) -> None:
+    (tmp_path / "own_config.py").write_text("""
+class Config(dict):
+    def __init__(self): self.lr, self.sub, self.names = 1, {"a": 1}, []
+    def merge(self, **changes): vars(self).update(changes)
+config, steps, also = Config(), [], {}
+""")
+    (tmp_path / "own_work.py").write_text("""
+from own_config import also, config, steps
+def work(): return config.lr, config.sub, config.names, dict(config), steps, also, config.late
+""")
+    book.run(f"import sys\nsys.path.append({str(tmp_path)!r})\nimport own_config, own_work")
+    book.run("from own_config import config as cfg\ncfg.lr = 5\ncfg.sub['a'] = 6")
+    book.run("cfg.names.append('n')\ncfg.update(warm=3)\nown_config.also.setdefault('x', [])")
+    book.run("cfg.merge(late=9)\nfor i in range(2): own_config.steps.append(i)")
+    shown = book.run("""
+        run = notebook_launcher(lambda: own_work.work(), num_processes=2, view="text")
+        print(run[1] == own_work.work() == (5, {"a": 6}, ["n"], {"warm": 3}, [0, 1], {"x": []}, 9))
+    """)
+    assert shown.rstrip().endswith("True"), shown
     assert "not in the ranks" not in shown
 
 

@@ -126,6 +126,17 @@ def assign(module: Any, path: Path, value: object) -> None:
         owner[last[0]] = value
 
 
+def refill(module: Any, path: Path, value: Any) -> None:
+    """Give an object below a module another one's contents, for all who hold it (a step)."""
+    held = value_at(module, path)
+    if isinstance(held, (dict, list, set)):
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(value)
+    if hasattr(held, "__dict__"):
+        vars(held).clear()
+        vars(held).update(vars(value))
+
+
 def call(module: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Call a function below a module (a step)."""
     value_at(module, path)(*args, **kwargs)
