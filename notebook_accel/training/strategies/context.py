@@ -24,9 +24,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import Module
 
@@ -86,7 +86,7 @@ class SequenceDivider:
                 )
             )
             if self._device.type == "cpu":  # where torch's ring attention does not work
-                stack.enter_context(_replaced_attention(self._mesh, own, of_ranks))
+                stack.enter_context(_replaced_attention(self._mesh.get_group(), own, of_ranks))
             shared = current().shared
             shared[_POSITIONS] = own
             stack.callback(shared.pop, _POSITIONS)
@@ -100,8 +100,9 @@ class SequenceDivider:
                 self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
             ):
                 pass  # ``own`` keeps this rank's part
-            of_ranks = DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False)
-            self._length, self._positions = length, (own, of_ranks.full_tensor())
+            of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
+            dist.all_gather(of_ranks, own, group=self._mesh.get_group())
+            self._length, self._positions = length, (own, torch.cat(of_ranks))
         return self._positions
 
 
@@ -125,7 +126,7 @@ def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence
 
 
 def _replaced_attention(
-    mesh: DeviceMesh, own: torch.Tensor, of_ranks: torch.Tensor
+    group: dist.ProcessGroup, own: torch.Tensor, of_ranks: torch.Tensor
 ) -> AbstractContextManager[None]:
     """Return a context in which attention gathers keys and values from all ranks.
 
@@ -141,11 +142,6 @@ def _replaced_attention(
     def causal_mask() -> torch.Tensor:
         return own[:, None] >= of_ranks[None, :]
 
-    def gathered(part: torch.Tensor) -> torch.Tensor:
-        spread = DTensor.from_local(part, mesh, [Shard(part.ndim - 2)], run_check=False)
-        # Each rank has the gradients of its own rows: backward sums them, and gives this rank's.
-        return spread.full_tensor(grad_placements=[Partial()])
-
     def replaced(
         query: torch.Tensor,  # this rank's, [..., length, width], as key and value
         key: torch.Tensor,
@@ -160,11 +156,31 @@ def _replaced_attention(
                 "attention inside maybe_context_parallel got a mask: expected is_causal=True, or "
                 "no mask; leave attention_mask out of the model's inputs, without padding"
             )
+        keys, values = (_gathered(part.contiguous(), group) for part in (key, value))
         mask = causal_mask() if is_causal else None
-        keys, values = gathered(key), gathered(value)
         return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
     return set_within(F, scaled_dot_product_attention=replaced)
+
+
+class _Gathered(torch.autograd.Function):
+    """All-gather along the sequence (dimension -2); backward sums, and returns this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = grads[0].contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.chunk(ctx.group.size(), dim=-2)[ctx.group.rank()], None
+
+
+_gathered: Callable[..., torch.Tensor] = _Gathered.apply
 
 
 def fit_decoder(model: Module) -> None:
