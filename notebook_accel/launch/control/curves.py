@@ -26,7 +26,7 @@ Point = tuple[float, float]
 Curves = dict[str, dict[int, list[Point]]]
 # Of a curve that is drawn: the lowest and the highest of so many stretches as a chart has pixels.
 MAX_POINTS = 514
-# The most curves of a run, of 80 KB each.
+# The most curves of a run, of 120 KB each.
 _MAX_CURVES = 2_000
 # Words in the names of metrics whose best value is the lowest, or the highest.
 _LOWER = {"loss", "error", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer"}
@@ -84,7 +84,7 @@ def thin_out(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """Return the points sorted by step; of many only ``limit``, so that no peak or gap is lost.
 
     The steps are divided into stretches of equal length. Of each the lowest and the highest point
-    stay, and the first whose value is nan; so do the first and the last of all.
+    stay, and the first whose value is not finite; so do the first and the last of all.
     """
     points = sorted(points)
     if len(points) <= limit:
@@ -93,12 +93,13 @@ def thin_out(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     first = points[0][0]
     width = (points[-1][0] - first) / max(1, (limit - 2) // of_each - 1) or 1
     kept = {0, len(points) - 1}
-    for _, places in groupby(range(len(points)), lambda place: (points[place][0] - first) // width):
-        stretch = list(places)
-        finite = [place for place in stretch if math.isfinite(points[place][1])]
-        for most in (min, max) if finite else ():
-            kept.add(most(finite, key=lambda place: points[place][1]))
-        kept.update([place for place in stretch if math.isnan(points[place][1])][:1])
+    for _, stretch in groupby(enumerate(points), lambda each: (each[1][0] - first) // width):
+        values = [(y, place) for place, (_, y) in stretch]
+        finite = [each for each in values if math.isfinite(each[0])]
+        if finite:
+            kept |= {min(finite)[1], max(finite)[1]}
+        if len(finite) < len(values):
+            kept.add(next(place for y, place in values if not math.isfinite(y)))
     return [points[place] for place in sorted(kept)]
 
 
