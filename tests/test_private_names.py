@@ -28,6 +28,7 @@ _PRIVATE = re.compile(r"_(?!_)\w*[A-Za-z]\w*")
 # What is spelled like a private name, and documented by its library or a protocol of many.
 DOCUMENTED = {
     "_asdict",  # of named tuples
+    "_dom_classes",  # the CSS classes of a widget, in the specification of ipywidgets' models
     "_dynamo",  # torch.compile's module
     "_exit",  # of os
     "_extra_state",  # how the names end of what Module.get_extra_state gives
