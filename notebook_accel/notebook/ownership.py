@@ -65,7 +65,7 @@ class Ownership:
         self._hidden = hidden
         self._known: dict[str, _AgreedName] = {}
         # Globals that the session's functions, classes and objects look up, by their names, as the
-        # cells say that made them.
+        # cells say that made them; and so do the notebook's, of which cells make more.
         self._uses: dict[str, frozenset[str]] = {}
         # Names of the session that not all ranks have.
         self._in_parts: frozenset[str] = frozenset()
@@ -105,19 +105,22 @@ class Ownership:
         """Record of a cell of the session which globals the code behind each name uses.
 
         What a definition uses, and what any other statement uses of definitions: ``net = Net()``
-        uses what ``Net`` does, and ``rows = read(path)`` has no need of a newer ``path``.
+        uses what ``Net`` does, and ``rows = read(path)`` has no need of a newer ``path``. Uses are
+        never taken back: ``net = prepare(net)`` has those of before, and a cell may fail halfway.
         """
         for node in parsed(code).body:
             names = names_in([node])
             used = names.used
             if not any(isinstance(part, _DEFINITIONS) for part in ast.walk(node)):
-                used &= self._uses.keys()
+                made_of = used & self._uses.keys()
+                used = frozenset(name for name in made_of if not self.is_ours(name))
+                used = used.union(*(self._uses[name] for name in made_of))
             # Of ``Net.forward = f`` the class.
             targets = getattr(node, "targets", [getattr(node, "target", None)])
             parts = (part for target in targets if target for part in ast.walk(target))
             owners = {part.id for part in parts if isinstance(part, ast.Name)}
-            self._uses |= {name: self._uses.get(name, frozenset()) | used for name in owners}
-            self._uses |= dict.fromkeys(names.assigned, used)
+            for name in owners | names.assigned:
+                self._uses[name] = self._uses.get(name, frozenset()) | used
 
     def note_pulled(self, name: str) -> None:
         self._agree(name, _AgreedName(self._key(name), None, is_pulled=True))
@@ -171,6 +174,8 @@ class Ownership:
                 fills.add(name)
             facts = look_at(name, self._namespace[name])
             waiting += facts.names
+            if facts.names:
+                self._uses[name] = facts.names
             if is_newer or known is None or known.digest != facts.digest:
                 values[name] = self._namespace[name]
                 if facts.num_bytes > _LARGE_BYTES:

@@ -79,6 +79,31 @@ def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book: N
     assert book.run("%%accelerate\nreads(type('One', (), {'generator': 5}))") == "ranks 0-1: 5\n"
 
 
+def test_what_is_made_of_definitions_uses_their_names_whoever_made_them(book: Notebook) -> None:
+    book.run("""
+        rate = 0
+        class OfNotebook(torch.nn.Module):
+            def forward(self): return rate
+        def of_notebook(): return rate
+    """)
+    book.run("""
+        %%accelerate
+        class OfSession(torch.nn.Module):
+            def forward(self): return rate
+        def logged(function): return lambda: function()
+        def wrapped(): return rate
+        first, second, third = OfNotebook(), OfSession(), functools.partial(of_notebook)
+        del of_notebook
+        second = second.eval()
+        wrapped = logged(wrapped)
+    """)
+    failed = "%%accelerate\nraise ValueError\ndef wrapped(): pass\nclass OfSession: pass"
+    assert "ValueError" in book.fails(failed)
+    for number, name in enumerate(("first", "second", "third", "wrapped"), 1):
+        book.run(f"rate = {number}")
+        assert book.run(f"%%accelerate\n{name}()") == f"ranks 0-1: {number}\n", name
+
+
 def test_names_that_only_functions_and_texts_have_are_not_pushed(book: Notebook) -> None:
     book.run("model = f = (i for i in [1])\nrows = 3")
     text = book.run("%%accelerate\ndef train(model): return model\nmodel = 5\ntrain(model)")
