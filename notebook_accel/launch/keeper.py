@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import select
 import signal
 import socket
 import sys
 import time
-from multiprocessing.connection import wait
-from typing import Any
+from collections.abc import Sequence
 
 from notebook_accel import wire
 from notebook_accel.errors import LaunchError
@@ -119,8 +119,7 @@ def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> No
         is_done = all(sent is state and one.is_idle for one, sent in kernels.items())
         if now >= deadline or (has_ended and is_done):
             return
-        sources: list[Any] = [*kernels] if has_ended else [listener, *kernels]
-        ready: list[Any] = wait(sources, _POLL_SECONDS)
+        ready = _wait([*kernels] if has_ended else [listener, *kernels])
         if listener in ready and (new := accept(listener)) is not None:
             kernels[new], next_state = None, now
         if now >= next_state:
@@ -141,6 +140,16 @@ def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> No
         gone = [one for one in kernels if not _serve_kernel(call, one, has_asked=one in ready)]
         for one in gone:
             del kernels[one]
+
+
+def _wait(sources: Sequence[socket.socket | Channel]) -> list[socket.socket | Channel]:
+    """Return those that can be read, or take more of what waits for them, once any can."""
+    poll = select.poll()
+    for one in sources:
+        is_pending = isinstance(one, Channel) and not one.is_idle
+        poll.register(one, select.POLLIN | (select.POLLOUT if is_pending else 0))
+    ready = {fd for fd, _ in poll.poll(1000 * _POLL_SECONDS)}
+    return [one for one in sources if one.fileno() in ready]
 
 
 def _serve_kernel(call: Call, kernel: Channel, *, has_asked: bool) -> bool:
