@@ -506,19 +506,32 @@ def _reduce_file(file: io.TextIOWrapper) -> Any:
 def _reduce_mapped_array(array: Any) -> Any:
     """Have a rank map the file again: the file may be larger than the memory.
 
-    An array whose file is gone, or does not have its values, goes by value.
+    An array whose file is gone or replaced, or does not have its values, goes by value.
     """
     whole = array
     while isinstance(whole.base, type(array)):  # a slice has the file's name, and a wrong offset
         whole = whole.base
     order = "C" if array.flags.c_contiguous else "F"
     is_mapped = isinstance(whole.base, mmap.mmap) and array.size and array.flags.forc
-    if not is_mapped or array.mode == "c" or not os.path.exists(array.filename or ""):
+    if not is_mapped or array.mode == "c":
+        return NotImplemented
+    if _file_mapped_at(array.ctypes.data) != os.path.realpath(array.filename or ""):
         return NotImplemented
     offset = whole.offset + array.ctypes.data - whole.ctypes.data
     # Mode "w+" would empty the file.
     mode = "r" if array.mode == "r" else "r+"
     return type(array), (array.filename, array.dtype, mode, offset, array.shape, order)
+
+
+def _file_mapped_at(address: int) -> str:
+    """Return the path of the file mapped at an address; it ends in " (deleted)" for one removed."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            place, *_, path = line.rstrip("\n").split(maxsplit=5)
+            first, end = (int(bound, 16) for bound in place.split("-"))
+            if first <= address < end:
+                return path
+    return ""
 
 
 def _refuse(remedy: str) -> Callable[[Any], Any]:

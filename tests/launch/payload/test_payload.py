@@ -541,17 +541,22 @@ def test_an_array_mapped_from_a_file_is_mapped_by_the_rank(
     assert notebook.launch("train") == [*expected, [0, 5], "memmap", False]
     assert notebook["turned"][0, 0] == 7
 
-    # These cannot be mapped again: private changes, a step, and a file that is gone.
+    # These cannot be mapped again: private changes, a step, a file that is gone, and one in whose
+    # place is another.
     notebook.cell("""
         private = np.memmap(folder / "train.bin", dtype=np.uint16, mode="c")
         private[0] = 9
         steps = tokens[:10:2]
         gone = np.memmap(folder / "gone", np.uint8, "w+", shape=4)
         (folder / "gone").unlink()
+        np.arange(4.0).tofile(folder / "data")
+        earlier = np.memmap(folder / "data", mode="r", dtype=float)
+        np.ones(4).tofile(folder / "new")
+        (folder / "new").replace(folder / "data")
         def train():
-            return int(private[0]), steps.tolist(), gone.tolist()
+            return int(private[0]), steps.tolist(), gone.tolist(), earlier.tolist()
     """)
-    assert notebook.launch("train") == (9, [0, 2, 4, 6, 8], [0, 0, 0, 0])
+    assert notebook.launch("train") == (9, [0, 2, 4, 6, 8], [0, 0, 0, 0], [0, 1, 2, 3])
 
 
 def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
