@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch import setup
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.setup import Path, Step, libraries
+from notebook_accel.launch.template.prepared_libraries import is_library_file
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.text.used_names import parsed
 
@@ -125,11 +126,10 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
 
 def _own_modules() -> dict[str, types.ModuleType]:
     """Return the imported modules that are not installed: files of the person's."""
-    installed = (sys.prefix, sys.base_prefix)
     return {
         name: module
         for name, module in list(sys.modules.items())
-        if (file := getattr(module, "__file__", None)) and not file.startswith(installed)
+        if (file := getattr(module, "__file__", None)) and not is_library_file(file)
     }
 
 
