@@ -520,12 +520,25 @@ def _reduce_mapped_array(array: Any) -> Any:
     offset = whole.offset + array.ctypes.data - whole.ctypes.data
     # Mode "w+" would empty the file.
     mode = "r" if array.mode == "r" else "r+"
-    return type(array), (array.filename, array.dtype, mode, offset, array.shape, order)
+    return _map, (type(array), array.filename, array.dtype, mode, offset, array.shape, order)
+
+
+def _map(kind: Callable[..., Any], file: str, *how: Any) -> Any:
+    try:
+        return kind(file, *how)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(
+            f"an array that the notebook maps from {file} cannot be mapped here ({error}): each "
+            "machine needs that file, or send a copy of the array, numpy.array(x)"
+        ) from error
 
 
 def _file_mapped_at(address: int) -> str:
-    """Return the path of the file mapped at an address; it ends in " (deleted)" for one removed."""
-    with open("/proc/self/maps") as lines:
+    """Return the path of the file mapped at an address; it ends in " (deleted)" for one removed.
+
+    Empty where the system does not tell.
+    """
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/maps") as lines:
         for line in lines:
             place, *_, path = line.rstrip("\n").split(maxsplit=5)
             first, end = (int(bound, 16) for bound in place.split("-"))

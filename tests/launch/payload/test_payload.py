@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload import pack
+from notebook_accel.launch.payload import pack, pickling
 from notebook_accel.private import of_libraries
 from tests.launch.payload.clean_ranks import Notebook, Raised, opened
 
@@ -557,6 +559,15 @@ def test_an_array_mapped_from_a_file_is_mapped_by_the_rank(
             return int(private[0]), steps.tolist(), gone.tolist(), earlier.tolist()
     """)
     assert notebook.launch("train") == (9, [0, 2, 4, 6, 8], [0, 0, 0, 0], [0, 1, 2, 3])
+
+
+def test_another_machine_that_lacks_the_file_of_a_mapped_array_says_so(tmp_path: Path) -> None:
+    file, pickled = tmp_path / "train.bin", io.BytesIO()
+    np.arange(4.0).tofile(file)
+    pickling.CallPickler(pickled).dump(np.memmap(file, mode="r", dtype=float))
+    file.unlink()
+    with pytest.raises(RuntimeError, match=f"{file} cannot be mapped here .*each machine needs"):
+        pickle.loads(pickled.getvalue())
 
 
 def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
