@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accel.launch.payload.names import look_at
-from notebook_accel.launch.text.used_names import OF_IPYTHON, is_history, names_in, parsed
+from notebook_accel.launch.text import used_names
 
 # From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000
@@ -108,8 +108,12 @@ class Ownership:
         uses what ``Net`` does, and ``rows = read(path)`` has no need of a newer ``path``. Uses are
         never taken back: ``net = prepare(net)`` has those of before, and a cell may fail halfway.
         """
-        for node in parsed(code).body:
-            names = names_in([node])
+        for node in used_names.parsed(code).body:
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call):
+                    for text in used_names.texts_for_ipython(call):  # the statement of %time
+                        self.note_uses(text)
+            names = used_names.names_in([node])
             used = names.used
             if not any(isinstance(part, _DEFINITIONS) for part in ast.walk(node)):
                 made_of = used & self._uses.keys()
@@ -192,9 +196,9 @@ class Ownership:
 
     def is_ours(self, name: str) -> bool:
         """Return whether the notebook has this name and a person, not IPython, assigned it."""
-        if name not in self._namespace or is_history(name):
+        if name not in self._namespace or used_names.is_history(name):
             return False
-        if name not in OF_IPYTHON and not name.startswith("__"):
+        if name not in used_names.OF_IPYTHON and not name.startswith("__"):
             return True
         return name not in self._hidden or self._hidden[name] is not self._namespace[name]
 

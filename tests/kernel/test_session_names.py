@@ -96,10 +96,11 @@ def test_what_is_made_of_definitions_uses_their_names_whoever_made_them(book: No
         del of_notebook
         second = second.eval()
         wrapped = logged(wrapped)
+        %time fourth = OfNotebook()
     """)
     failed = "%%accelerate\nraise ValueError\ndef wrapped(): pass\nclass OfSession: pass"
     assert "ValueError" in book.fails(failed)
-    for number, name in enumerate(("first", "second", "third", "wrapped"), 1):
+    for number, name in enumerate(("first", "second", "third", "wrapped", "fourth"), 1):
         book.run(f"rate = {number}")
         assert book.run(f"%%accelerate\n{name}()") == f"ranks 0-1: {number}\n", name
 

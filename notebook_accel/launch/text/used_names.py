@@ -153,7 +153,7 @@ class _Reader:
         """Read a statement, but not the blocks of statements in it."""
         for part in ast.walk(node):
             self.dotted |= _dotted(part)
-            for text in _texts_for_ipython(part) if isinstance(part, ast.Call) else ():
+            for text in texts_for_ipython(part) if isinstance(part, ast.Call) else ():
                 # Any word may be a name; Python keeps names in this form.
                 names = _IDENTIFIER.findall(unicodedata.normalize("NFKC", text))
                 self.used |= set(names) - own
@@ -198,7 +198,7 @@ def _dotted(node: ast.AST) -> set[str]:
     return {".".join([node.id, *names])}
 
 
-def _texts_for_ipython(call: ast.Call) -> list[str]:
+def texts_for_ipython(call: ast.Call) -> list[str]:
     """Return the texts that a transformed magic or shell command passes to IPython."""
     function = call.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
