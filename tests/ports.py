@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import random
+import itertools
+import os
 import socket
 
-# Below those that the system gives to connections: another test's could be given one of these
-# between the look at it and its use.
-_PORTS = range(20_000, 32_000)
+# Below those that the system gives to connections, and others in each process: another test's could
+# be given one of these between the look at it and its use.
+_FIRST = 20_000 + os.getpid() % 120 * 100
+_ports = itertools.cycle(range(_FIRST, _FIRST + 100))
 
 
 def free_port() -> int:
-    for port in random.sample(_PORTS, 50):
+    """Return each time another one."""
+    for port in itertools.islice(_ports, 50):
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):
                 continue

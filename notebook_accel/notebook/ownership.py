@@ -109,10 +109,9 @@ class Ownership:
         never taken back: ``net = prepare(net)`` has those of before, and a cell may fail halfway.
         """
         for node in used_names.parsed(code).body:
-            for call in ast.walk(node):
-                if isinstance(call, ast.Call):
-                    for text in used_names.texts_for_ipython(call):  # the statement of %time
-                        self.note_uses(text)
+            for part in ast.walk(node):
+                for text in used_names.texts_for_ipython(part):  # the statement of %time
+                    self.note_uses(text)
             names = used_names.names_in([node])
             used = names.used
             if not any(isinstance(part, _DEFINITIONS) for part in ast.walk(node)):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ from jupyter_client.connect import port_names
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
 
+from tests.ports import free_port
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -335,29 +334,16 @@ class VSCode(Kernel):
             super()._take(message, reply)
 
 
-def _free_ports() -> Iterator[int]:
-    """Ports below those that the system gives to whoever asks for any; each process has others.
-
-    A port that was found free by asking for any is soon given to another test's process, and the
-    kernel that comes to it a second later dies of that.
-    """
-    first = 20_000 + os.getpid() % 120 * 100
-    for port in itertools.cycle(range(first, first + 100)):
-        with socket.socket() as asked:
-            is_taken = asked.connect_ex(("127.0.0.1", port)) == 0
-        if not is_taken:
-            yield port
-
-
-_ports = _free_ports()
-
-
 @contextmanager
 def kernel_manager(**options: Any) -> Iterator[KernelManager]:
-    """One that ends its kernel."""
+    """One that ends its kernel.
+
+    The ports that it would choose are soon given to another test's process, and the kernel that
+    comes to them a second later dies of that.
+    """
     manager = KernelManager(cache_ports=False, **options)
     for name in port_names:
-        setattr(manager, name, next(_ports))
+        setattr(manager, name, free_port())
     try:
         yield manager
     finally:

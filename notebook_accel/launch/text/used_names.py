@@ -153,7 +153,7 @@ class _Reader:
         """Read a statement, but not the blocks of statements in it."""
         for part in ast.walk(node):
             self.dotted |= _dotted(part)
-            for text in texts_for_ipython(part) if isinstance(part, ast.Call) else ():
+            for text in texts_for_ipython(part):
                 # Any word may be a name; Python keeps names in this form.
                 names = _IDENTIFIER.findall(unicodedata.normalize("NFKC", text))
                 self.used |= set(names) - own
@@ -198,15 +198,17 @@ def _dotted(node: ast.AST) -> set[str]:
     return {".".join([node.id, *names])}
 
 
-def texts_for_ipython(call: ast.Call) -> list[str]:
+def texts_for_ipython(node: ast.AST) -> list[str]:
     """Return the texts that a transformed magic or shell command passes to IPython."""
-    function = call.func
+    if not isinstance(node, ast.Call):
+        return []
+    function = node.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
         return []
     owner = function.value.func
     if not isinstance(owner, ast.Name) or owner.id != "get_ipython":
         return []
     # The first of several is the name of a magic.
-    texts = [part.value for part in call.args[-2:] if isinstance(part, ast.Constant)]
-    texts = texts[1:] if function.attr.endswith("magic") and len(call.args) == 2 else texts
+    texts = [part.value for part in node.args[-2:] if isinstance(part, ast.Constant)]
+    texts = texts[1:] if function.attr.endswith("magic") and len(node.args) == 2 else texts
     return list(map(str, texts))
