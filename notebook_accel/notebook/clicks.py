@@ -93,16 +93,16 @@ class BlockedShell:
             return
         identities, request = _read(kernel, message)
         of_libraries.publish_status(kernel, "busy", request)
-        # What the kernel sends of a state is a reply to the request. The kernel's ``set_parent``
-        # would also take the output of every thread that the user started.
+        # What the kernel sends of a state is a reply to the request; all that a click changes comes
+        # from the cell. (ipykernel 7.0 knows no parent in this thread, and refuses to send.) The
+        # kernel's ``set_parent`` would also take the output of every thread that the user started.
         parent: Any = of_libraries.parent_variable(kernel)
-        before = parent.set(request) if _asks_for_state(request["content"]) else None
+        before = parent.set(request if _asks_for_state(request["content"]) else self._cell)
         try:
             handler = kernel.shell_handlers[request["msg_type"]]
             answered = handler(kernel.shell_stream, identities, request)
         finally:
-            if before is not None:
-                parent.reset(before)
+            parent.reset(before)
         if isawaitable(answered):
             await answered
         # A page holds back what it would ask next until it heard that this was handled.
