@@ -43,7 +43,8 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 def _behind_doors() -> Iterator[tuple[str, Any]]:
     """What ``notebook_accel.utils`` and the other doors of ``compat/`` offer of ours."""
     for door in DOORS:
-        for name, found in vars(importlib.import_module(door)).items():
+        module = importlib.import_module(door)
+        for name, found in [(name, getattr(module, name)) for name in dir(module)]:
             is_ours = getattr(found, "__module__", "").startswith("notebook_accel")
             if is_ours and isinstance(found, (type, FunctionType)) and not name.startswith("_"):
                 yield found.__name__, found

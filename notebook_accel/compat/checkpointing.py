@@ -2,8 +2,4 @@
 
 from notebook_accel.compat import _accelerate
 
-from .logging import *
-from .state import *
-from .utils import *
-
-__getattr__ = _accelerate.door("checkpointing")
+__getattr__, __dir__, __all__ = _accelerate.door("checkpointing")

@@ -2,7 +2,4 @@
 
 from notebook_accel.compat import _accelerate
 
-from .state import *
-from .utils import *
-
-__getattr__ = _accelerate.door("inference")
+__getattr__, __dir__, __all__ = _accelerate.door("inference")

@@ -1,8 +1,5 @@
 """A counterpart of ``accelerate.logging``."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.processes.logs import MultiProcessAdapter, get_logger
 
-from .state import *
-
-__getattr__ = _accelerate.door("logging")
+__getattr__, __dir__, __all__ = _accelerate.door("logging")

@@ -1,9 +1,5 @@
 """A counterpart of ``accelerate.optimizer``."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
-from .state import *
-from .utils import *
-
-__getattr__ = _accelerate.door("optimizer")
+__getattr__, __dir__, __all__ = _accelerate.door("optimizer")

@@ -1,8 +1,5 @@
 """A counterpart of ``accelerate.parallelism_config``."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.settings.parallelism import ParallelismConfig
 
-from .utils import *
-
-__getattr__ = _accelerate.door("parallelism_config")
+__getattr__, __dir__, __all__ = _accelerate.door("parallelism_config")

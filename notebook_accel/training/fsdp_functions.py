@@ -36,13 +36,6 @@ from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParalle
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 from notebook_accel.training.strategies.base import sharded
 
-__all__ = [
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "merge_fsdp_weights",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
-]
 Path_ = str | os.PathLike[str]
 _log = logging.getLogger(__name__)
 

@@ -19,13 +19,6 @@ from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.environment import is_installed, read_flag
 from notebook_accel.training.settings.handlers import KwargsHandler
 
-__all__ = [
-    "AORecipeKwargs",
-    "convert_model_to_fp8_ao",
-    "filter_linear_layers",
-    "find_first_last_linear_layers",
-]
-
 # torch's product of 8-bit numbers takes no other sizes.
 _DIVISOR = 16
 _LEAST_CAPABILITY = (8, 9)

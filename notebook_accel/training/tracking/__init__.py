@@ -1,7 +1,8 @@
 """The table of trackers by name, and the function that looks up those of ``log_with``.
 
-To add a tracker, write a file beside this one, and add its class to the import, to ``__all__`` and
-to the table here. ``LoggerType`` and the module ``notebook_accel.tracking`` follow from them.
+To add a tracker, write a file beside this one, and add its class to the import and to the table
+here; ``LoggerType`` follows from it. ``compat/_accelerate.py`` has the class's name for
+``notebook_accel.tracking``.
 """
 
 from __future__ import annotations
@@ -16,17 +17,6 @@ from notebook_accel.training.tracking.mlflow import MLflowTracker
 from notebook_accel.training.tracking.tensorboard import TensorBoardTracker
 from notebook_accel.training.tracking.tracker import GeneralTracker, LibraryTracker
 from notebook_accel.training.tracking.wandb import WandBTracker
-
-__all__ = [
-    "LOGGER_TYPE_TO_CLASS",
-    "LoggerType",
-    "MLflowTracker",
-    "TensorBoardTracker",
-    "WandBTracker",
-    "get_available_trackers",
-    "register_tracker_class",
-    "resolve_trackers",
-]
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     kind.name: kind for kind in (MLflowTracker, TensorBoardTracker, WandBTracker)
