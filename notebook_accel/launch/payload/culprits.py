@@ -61,7 +61,7 @@ def _find_culprit(
         if error is None:
             continue
         seen[id(value)] = value
-        is_whole = pickling.remedy_of(type(value)) is not None or len(seen) > _MAX_LOOKS
+        is_whole = isinstance(pickling.row_of(type(value)), str) or len(seen) > _MAX_LOOKS
         inside = [] if is_whole else list(islice(_parts(path, value, user), _MAX_PARTS))
         found = _find_culprit(inside, make, seen)
         if found is not None:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from notebook_accel.launch.payload.culprits import cannot_be_pushed, pickled
-from notebook_accel.launch.payload.pickling import Discard, SessionPickler, itself
+from notebook_accel.launch.payload.pickling import Discard, SessionPickler, itself, memory_of
 from notebook_accel.private import of_torch
 
 # What is written through `tensor.data`, or through an array of numpy on the memory of a tensor,
@@ -92,12 +92,10 @@ class _LookingPickler(SessionPickler):
         self._digest.write(b"%d," % zlib.crc32(view))
 
     def _reduce_storage(self, storage: Any) -> Any:
-        import torch
-
         size = storage.nbytes()
         self.num_bytes += size
         if storage.device.type == "cpu" and size:
-            array = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+            array = memory_of(storage)
             is_small = size <= _SMALL_STORAGE_BYTES
             length, step = (size, size) if is_small else (_SAMPLE_BYTES, size // _NUM_SAMPLES)
             for start in range(0, size, step):

@@ -32,74 +32,6 @@ import cloudpickle
 from notebook_accel.launch.payload import cells
 from notebook_accel.private import of_libraries, of_torch
 
-# ---- values that could be pickled, and would be useless or wrong in another process --------
-
-
-# The attribute by which a class of ours (or of anybody's) says what to do instead.
-STAYS_HOME = "_notebook_accel_stays_home"
-
-_INSIDE = "make it inside the function"
-_GROUP = "it belongs to a process group of this process; make it inside the function"
-_WRAPPED = "it is bound to a process group of this process; send its `.module` and wrap it inside"
-_WIDGET = "it lives in the notebook's page; print, or report from the function, instead"
-_NO_SHELL = (
-    "ranks have no shell of IPython: instead of `!command` write "
-    'subprocess.run("command", shell=True), instead of `%time` use time.perf_counter()'
-)
-_SHARED = (
-    "ranks are no children of this process: send one of a manager, as "
-    "`multiprocessing.Manager().Queue()`, which has locks, queues, events and values"
-)
-
-# By name of a class, or of a module for all of its classes, since importing torch, a widget library
-# or another launcher to ask would cost seconds.
-_REMEDIES = {
-    "IPython.core.autocall.IPyAutocall": "call `sys.exit()` instead",
-    "IPython.core.interactiveshell.InteractiveShell": _NO_SHELL,
-    "accelerate.accelerator.Accelerator": _INSIDE,
-    "accelerate.data_loader.DataLoaderDispatcher": _INSIDE,
-    "accelerate.data_loader.DataLoaderShard": _INSIDE,
-    "accelerate.optimizer.AcceleratedOptimizer": _INSIDE,
-    "accelerate.scheduler.AcceleratedScheduler": _INSIDE,
-    "ipywidgets.widgets.widget.Widget": _WIDGET,
-    "lightning.fabric.fabric.Fabric": _INSIDE,
-    "lightning_fabric.fabric.Fabric": _INSIDE,
-    "multiprocessing.connection": _SHARED,
-    "multiprocessing.managers.BaseManager": "send what it has made, as `manager.dict()`",
-    "multiprocessing.pool.Pool": _INSIDE,
-    "multiprocessing.queues": _SHARED,
-    "multiprocessing.sharedctypes": _SHARED,
-    "multiprocessing.synchronize": _SHARED,
-    "notebook_accel.rank.this_rank.RankContext": _INSIDE,
-    "notebook_accel.launch.run.Run": "take what you need of it (`run[0]`) and send that",
-    "torch.distributed.distributed_c10d.ProcessGroup": _GROUP,
-    "torch.distributed.distributed_c10d.Store": _GROUP,
-    "torch.distributed.device_mesh.DeviceMesh": _GROUP,
-    "torch.distributed.fsdp.FSDPModule": _GROUP,
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _WRAPPED,
-    "torch.distributed.tensor.DTensor": "call its `.full_tensor()` on all ranks and take that",
-    "torch.nn.parallel.distributed.DistributedDataParallel": _WRAPPED,
-    "tqdm.std.tqdm": "make the bar inside the function, where it is shown live",
-}
-
-
-class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
-    """Raised by a pickler for an object that would be useless in another process."""
-
-
-def remedy_of(kind: type) -> str | None:
-    """Return what to do instead of pickling an instance of ``kind``; None if it may be pickled."""
-    remedy = getattr(kind, STAYS_HOME, None)
-    if isinstance(remedy, str):
-        return remedy
-    for base in kind.__mro__:
-        name = f"{base.__module__}.{base.__qualname__}"
-        remedy = _REMEDIES.get(name) or _REMEDIES.get(base.__module__)
-        if remedy:
-            return remedy
-    return None
-
-
 # ---- what Python pickles only by its name in a module, or not at all -----------------------
 
 
@@ -176,14 +108,12 @@ def _is_at_its_name(value: Any) -> bool:
         return False
 
 
-# Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all
-# six items are there, the last one sets the state.
-_BY_VALUE = 6
 # From this size on, a result that is a part of a storage is copied out of it.
 _LARGE_BYTES = 1 << 20
 # A class may say what is sent back to the notebook in the place of its instances.
 _UNWRAP = "__notebook_accel_unwrap__"
-_WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
+# The attribute by which a class of ours (or of anybody's) says what to do instead.
+STAYS_HOME = "_notebook_accel_stays_home"
 
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 # Parts of these names are no library's, or are of the notebook's process alone.
@@ -290,149 +220,50 @@ class _MainNamespace:
         return cells.main_namespace, ()
 
 
-# ---- picklers ------------------------------------------------------------------------------
+# ---- how instances of classes are pickled ----------------------------------------------------
 
 
-class Discard(io.RawIOBase):
-    """A file that discards what is written to it, to test whether a value can be pickled."""
+def _reduce_module(_pickler: Any, module: types.ModuleType) -> Any:
+    # cloudpickle knows them by their exact type alone, and not torch.backends.cudnn, say.
+    if type(module) is types.ModuleType or sys.modules.get(module.__name__) is not module:
+        return NotImplemented
+    return import_module, (module.__name__,)
 
-    def write(self, data: Any) -> int:
-        return len(data)
+
+def _reduce_exception(_pickler: Any, error: BaseException) -> Any:
+    kind = type(error)
+    is_plain = kind.__reduce__ is BaseException.__reduce__
+    if not is_plain or not isinstance(kind.__init__, types.FunctionType):
+        return NotImplemented
+    return rebuild_exception, (kind, error.args), vars(error) or None
 
 
-def _as_usual(_value: Any) -> Any:
+def _reduce_file(_pickler: Any, file: io.TextIOWrapper) -> Any:
+    # cloudpickle would send the text of one that is also open for reading, and lose what a rank
+    # writes to it.
+    if not file.closed and file.writable() and file not in (sys.stdout, sys.stderr):
+        raise Refused("create it inside the function (it is open for writing)")
     return NotImplemented
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Base of the picklers to and from ranks."""
-
-    dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
-
-    def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
-        self.moved: list[tuple[str, int]] = []
-        self.num_shared = 0
-        self._routes: dict[type, Callable[[Any], Any]] = {}
-        self._storages: dict[tuple[Any, ...], Any] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        route = self._routes.get(kind)
-        if route is None:
-            route = self._routes[kind] = self._route(kind)
-        return route(obj)
-
-    def _route(self, kind: type) -> Callable[[Any], Any]:
-        """Return the function that makes the reduce tuple of instances of ``kind``."""
-        if issubclass(kind, NAMED_TYPES):
-            return self._reduce_definition
-        if issubclass(kind, types.ModuleType):
-            # cloudpickle knows them by their exact type alone, and not torch.backends.cudnn, say.
-            return _as_usual if kind is types.ModuleType else _reduce_module
-        if issubclass(kind, BaseException):
-            return _reduce_exception
-        if issubclass(kind, io.TextIOWrapper):
-            return _reduce_file
-        remedy = remedy_of(kind)
-        if remedy:
-            return _refuse(remedy)
-        for base in kind.__mro__:
-            if reduce := _OF_ITS_PROCESS.get(f"{base.__module__}.{base.__qualname__}"):
-                return reduce
-        return self._route_torch(kind)
-
-    def _route_torch(self, kind: type) -> Callable[[Any], Any]:
-        # Where torch was never imported, nothing is torch's.
-        torch: Any = sys.modules.get("torch")
-        storage = getattr(torch, "storage", None)
-        if storage is None:
-            return _as_usual
-        if issubclass(kind, storage.UntypedStorage):
-            return self._reduce_storage
-        if issubclass(kind, storage.TypedStorage):
-            return lambda typed: (
-                rebuild_typed_storage,
-                (of_torch.untyped_storage(typed), typed.dtype),
-            )
-        if issubclass(kind, getattr(torch, "Tensor", ())):
-            return self._reduce_tensor
-        jit = getattr(torch, "jit", None)
-        if issubclass(kind, (getattr(jit, "ScriptModule", ()), getattr(jit, "ScriptFunction", ()))):
-            return _reduce_script
-        schedulers = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
-        if issubclass(kind, schedulers):
-            return _reduce_scheduler
-        if issubclass(kind, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
-            # A rank starts worker processes of its own; those of this process are no children of
-            # it.
-            return lambda loader: of_torch.without_iterator(loader).__reduce_ex__(5)
-        getstate = getattr(kind, "__getstate__", None)
-        if getattr(getstate, "__module__", "") == "torch.nn.utils.parametrize":
-            # torch refuses it (weight_norm and the like), since plain pickle cannot send the class
-            # that it made for the module; cloudpickle can.
-            return lambda module: (copyreg.__newobj__, (kind,), vars(module))  # type: ignore[attr-defined]
-        return _as_usual
-
-    def _reduce_tensor(self, tensor: Any) -> Any:
-        reduced = tensor.__reduce_ex__(5)
-        held = next(iter(reduced[1]), None)
-        torch: Any = sys.modules["torch"]
-        if isinstance(held, torch.Tensor) and held.device.type == "cpu" != tensor.device.type:
-            # Of a device without storages, as torch_xla's: it comes as one of the CPU.
-            self.moved.append((str(tensor.device), tensor.nbytes))
-            on_host = held.detach().requires_grad_(tensor.requires_grad)
-            return self._reduce_tensor(on_host)
-        # Of a newer dtype (uint16, float8), which torch's own way makes in torch.load only.
-        return (rebuild_tensor, reduced[1]) if isinstance(held, torch.UntypedStorage) else reduced
-
-    # ---- storages ----
-
-    def _reduce_storage(self, storage: Any) -> Any:
-        # Several Python objects may stand for one storage, and several storages for one memory:
-        # they are known by their address and size, and what is the same is sent once.
-        size = storage.nbytes()
-        key = (storage.device, storage.data_ptr(), size) if size else (id(storage),)
-        first = self._storages.setdefault(key, storage)
-        if first is not storage:
-            return itself, (first,)
-        if storage.device.type != "cpu":
-            self.moved.append((str(storage.device), size))
-            storage = storage.cpu()
-        elif storage.is_shared():
-            self.num_shared += 1
-        return rebuild_storage, (pickle.PickleBuffer(_memory(storage)),)
-
-    # ---- classes, functions, modules ----
-
-    def _reduce_definition(self, value: Any) -> Any:
-        reduced = remake(value) or super().reducer_override(value)
-        if isinstance(value, type) and _goes_by_value(reduced):
-            # cloudpickle leaves out __slots__; a class without its slots cannot take the state in
-            # pickles of its instances.
-            (kind, _, _, namespace, *_), slots = reduced[1], vars(value).get("__slots__")
-            if slots and kind is type(value):
-                namespace["__slots__"] = slots
-        return reduced
-
-
-def _reduce_module(module: types.ModuleType) -> Any:
-    is_importable = sys.modules.get(module.__name__) is module
-    return (import_module, (module.__name__,)) if is_importable else NotImplemented
-
-
-def _goes_by_value(reduced: Any) -> bool:
-    return isinstance(reduced, tuple) and len(reduced) == _BY_VALUE
-
-
-def _memory(storage: Any) -> Any:
-    """Return a numpy array of bytes on the memory of a CPU storage, which the array keeps alive."""
+def _reduce_script(_pickler: Any, script: Any) -> Any:
     import torch
 
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    return rebuild_script, (pickle.PickleBuffer(file.getvalue()),)
 
 
-def _reduce_scheduler(scheduler: Any) -> Any:
+def _reduce_torch_module(_pickler: Any, module: Any) -> Any:
+    # torch refuses a parametrized one (weight_norm and the like), since plain pickle cannot send
+    # the class that it made for the module; cloudpickle can.
+    getstate = getattr(type(module), "__getstate__", None)
+    if getattr(getstate, "__module__", "") != "torch.nn.utils.parametrize":
+        return NotImplemented
+    return copyreg.__newobj__, (type(module),), vars(module)  # type: ignore[attr-defined]
+
+
+def _reduce_scheduler(_pickler: Any, scheduler: Any) -> Any:
     reduced = scheduler.__reduce_ex__(5)
     step = getattr(getattr(scheduler, "optimizer", None), "step", None)
     # Torch has put its own function, with the mark, in the place of a method.
@@ -469,41 +300,7 @@ def later_state() -> Any:
     return LaterState()
 
 
-# What says which process of how many it is in; a rank would keep what it said in the notebook.
-_OF_ITS_PROCESS: dict[str, Callable[[Any], Any]] = {
-    "accelerate.state.PartialState": lambda _: (later_state, ()),
-    "transformers.training_args.TrainingArguments": lambda arguments: (
-        *arguments.__reduce_ex__(5)[:5],
-        of_libraries.restore_arguments,
-    ),
-}
-
-
-def _reduce_script(script: Any) -> Any:
-    import torch
-
-    file = io.BytesIO()
-    torch.jit.save(script, file)
-    return rebuild_script, (pickle.PickleBuffer(file.getvalue()),)
-
-
-def _reduce_exception(error: BaseException) -> Any:
-    kind = type(error)
-    is_plain = kind.__reduce__ is BaseException.__reduce__
-    if not is_plain or not isinstance(kind.__init__, types.FunctionType):
-        return NotImplemented
-    return rebuild_exception, (kind, error.args), vars(error) or None
-
-
-def _reduce_file(file: io.TextIOWrapper) -> Any:
-    # cloudpickle would send the text of one that is also open for reading, and lose what a rank
-    # writes to it.
-    if not file.closed and file.writable() and file not in (sys.stdout, sys.stderr):
-        raise Refused("create it inside the function (it is open for writing)")
-    return NotImplemented
-
-
-def _reduce_mapped_array(array: Any) -> Any:
+def _reduce_mapped_array(_pickler: Any, array: Any) -> Any:
     """Have a rank map the file again: the file may be larger than the memory.
 
     An array whose file is gone or replaced, or does not have its values, goes by value.
@@ -547,11 +344,181 @@ def _file_mapped_at(address: int) -> str:
     return ""
 
 
-def _refuse(remedy: str) -> Callable[[Any], Any]:
-    def refuse(_value: Any) -> Any:
-        raise Refused(remedy)
+def memory_of(storage: Any) -> Any:
+    """Return a numpy array of bytes on the memory of a CPU storage, which the array keeps alive."""
+    import torch
 
-    return refuse
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+
+_INSIDE = "make it inside the function"
+_GROUP = "it belongs to a process group of this process; make it inside the function"
+_WRAPPED = "it is bound to a process group of this process; send its `.module` and wrap it inside"
+_WIDGET = "it lives in the notebook's page; print, or report from the function, instead"
+_NO_SHELL = (
+    "ranks have no shell of IPython: instead of `!command` write "
+    'subprocess.run("command", shell=True), instead of `%time` use time.perf_counter()'
+)
+_SHARED = (
+    "ranks are no children of this process: send one of a manager, as "
+    "`multiprocessing.Manager().Queue()`, which has locks, queues, events and values"
+)
+
+# Advice where an instance would be useless or wrong in another process; else what returns its
+# reduce tuple.
+_Row = str | Callable[[Any, Any], Any]
+# By the name of a class, whose subclasses count, or of a module for all of its classes: importing
+# torch, a widget library or another launcher to ask would cost seconds.
+_BY_CLASS: dict[str, _Row] = {
+    "IPython.core.autocall.IPyAutocall": "call `sys.exit()` instead",
+    "IPython.core.interactiveshell.InteractiveShell": _NO_SHELL,
+    "accelerate.accelerator.Accelerator": _INSIDE,
+    "accelerate.data_loader.DataLoaderDispatcher": _INSIDE,
+    "accelerate.data_loader.DataLoaderShard": _INSIDE,
+    "accelerate.optimizer.AcceleratedOptimizer": _INSIDE,
+    "accelerate.scheduler.AcceleratedScheduler": _INSIDE,
+    "ipywidgets.widgets.widget.Widget": _WIDGET,
+    "lightning.fabric.fabric.Fabric": _INSIDE,
+    "lightning_fabric.fabric.Fabric": _INSIDE,
+    "multiprocessing.connection": _SHARED,
+    "multiprocessing.managers.BaseManager": "send what it has made, as `manager.dict()`",
+    "multiprocessing.pool.Pool": _INSIDE,
+    "multiprocessing.queues": _SHARED,
+    "multiprocessing.sharedctypes": _SHARED,
+    "multiprocessing.synchronize": _SHARED,
+    "notebook_accel.rank.this_rank.RankContext": _INSIDE,
+    "notebook_accel.launch.run.Run": "take what you need of it (`run[0]`) and send that",
+    "torch.distributed.distributed_c10d.ProcessGroup": _GROUP,
+    "torch.distributed.distributed_c10d.Store": _GROUP,
+    "torch.distributed.device_mesh.DeviceMesh": _GROUP,
+    "torch.distributed.fsdp.FSDPModule": _GROUP,
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _WRAPPED,
+    "torch.distributed.tensor.DTensor": "call its `.full_tensor()` on all ranks and take that",
+    "torch.nn.parallel.distributed.DistributedDataParallel": _WRAPPED,
+    "tqdm.std.tqdm": "make the bar inside the function, where it is shown live",
+    "_io.TextIOWrapper": _reduce_file,
+    "builtins.BaseException": _reduce_exception,
+    "builtins.module": _reduce_module,
+    "torch.Tensor": lambda pickler, tensor: pickler._reduce_tensor(tensor),
+    "torch.jit._script.ScriptModule": _reduce_script,
+    "torch.jit.torch.jit.ScriptFunction": _reduce_script,
+    "torch.nn.modules.module.Module": _reduce_torch_module,
+    "torch.optim.lr_scheduler.LRScheduler": _reduce_scheduler,
+    "torch.storage.TypedStorage": lambda _, typed: (
+        rebuild_typed_storage,
+        (of_torch.untyped_storage(typed), typed.dtype),
+    ),
+    "torch.storage.UntypedStorage": lambda pickler, storage: pickler._reduce_storage(storage),
+    # A rank starts worker processes of its own; those of this process are no children of it.
+    "torch.utils.data.dataloader.DataLoader": lambda _, loader: of_torch.without_iterator(
+        loader
+    ).__reduce_ex__(5),
+    # What says which process of how many it is in; a rank would keep what it said in the notebook.
+    "accelerate.state.PartialState": lambda *_: (later_state, ()),
+    "transformers.training_args.TrainingArguments": lambda _, arguments: (
+        *arguments.__reduce_ex__(5)[:5],
+        of_libraries.restore_arguments,
+    ),
+}
+
+
+class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
+    """Raised by a pickler for an object that would be useless in another process."""
+
+
+def row_of(kind: type, rows: Mapping[str, _Row] = _BY_CLASS) -> _Row | None:
+    """Return how instances of ``kind`` are pickled; None leaves them to cloudpickle."""
+    advice = getattr(kind, STAYS_HOME, None)
+    if isinstance(advice, str):
+        return advice
+    for base in kind.__mro__:
+        row = rows.get(f"{base.__module__}.{base.__qualname__}") or rows.get(base.__module__)
+        if row is not None:
+            return row
+    return None
+
+
+# ---- picklers ------------------------------------------------------------------------------
+
+
+class Discard(io.RawIOBase):
+    """A file that discards what is written to it, to test whether a value can be pickled."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Base of the picklers to and from ranks."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
+    by_class: ClassVar[Mapping[str, _Row]] = _BY_CLASS
+
+    def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.moved: list[tuple[str, int]] = []
+        self.num_shared = 0
+        self._rows: dict[type, _Row | None] = {}
+        self._storages: dict[tuple[Any, ...], Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if issubclass(type(obj), NAMED_TYPES):  # not isinstance: a proxy says what it stands for
+            return self._reduce_definition(obj)
+        row = self._row(type(obj))
+        if isinstance(row, str):
+            raise Refused(row)
+        return NotImplemented if row is None else row(self, obj)
+
+    def _row(self, kind: type) -> _Row | None:
+        if kind not in self._rows:
+            self._rows[kind] = row_of(kind, self.by_class)
+        return self._rows[kind]
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        reduced = tensor.__reduce_ex__(5)
+        held = next(iter(reduced[1]), None)
+        torch: Any = sys.modules["torch"]
+        if isinstance(held, torch.Tensor) and held.device.type == "cpu" != tensor.device.type:
+            # Of a device without storages, as torch_xla's: it comes as one of the CPU.
+            self.moved.append((str(tensor.device), tensor.nbytes))
+            on_host = held.detach().requires_grad_(tensor.requires_grad)
+            return self._reduce_tensor(on_host)
+        # Of a newer dtype (uint16, float8), which torch's own way makes in torch.load only.
+        return (rebuild_tensor, reduced[1]) if isinstance(held, torch.UntypedStorage) else reduced
+
+    # ---- storages ----
+
+    def _reduce_storage(self, storage: Any) -> Any:
+        # Several Python objects may stand for one storage, and several storages for one memory:
+        # they are known by their address and size, and what is the same is sent once.
+        size = storage.nbytes()
+        key = (storage.device, storage.data_ptr(), size) if size else (id(storage),)
+        first = self._storages.setdefault(key, storage)
+        if first is not storage:
+            return itself, (first,)
+        if storage.device.type != "cpu":
+            self.moved.append((str(storage.device), size))
+            storage = storage.cpu()
+        elif storage.is_shared():
+            self.num_shared += 1
+        return rebuild_storage, (pickle.PickleBuffer(memory_of(storage)),)
+
+    # ---- classes, functions, modules ----
+
+    def _reduce_definition(self, value: Any) -> Any:
+        reduced = remake(value) or super().reducer_override(value)
+        if isinstance(value, type) and _goes_by_value(reduced):
+            # cloudpickle leaves out __slots__; a class without its slots cannot take the state in
+            # pickles of its instances.
+            (kind, _, _, namespace, *_), slots = reduced[1], vars(value).get("__slots__")
+            if slots and kind is type(value):
+                namespace["__slots__"] = slots
+        return reduced
+
+
+def _goes_by_value(reduced: Any) -> bool:
+    # All six items are there, the last one sets the state: so cloudpickle does it.
+    return isinstance(reduced, tuple) and len(reduced) == 6
 
 
 @contextlib.contextmanager
@@ -573,6 +540,8 @@ def importing() -> Iterator[None]:
 class CallPickler(_Pickler):
     """Pickles a function and its arguments in the notebook, for ranks."""
 
+    by_class: ClassVar[Mapping[str, _Row]] = {**_BY_CLASS, "numpy.memmap": _reduce_mapped_array}
+
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
         super().__init__(file, buffer_callback)
         self._importable = _importable.get({})
@@ -583,18 +552,11 @@ class CallPickler(_Pickler):
         # up here which. Those of `__main__` get the receiving process's own `__main__`.
         self.globals_ref[id(cells.main_namespace())] = _MainNamespace()
 
-    def _route(self, kind: type) -> Callable[[Any], Any]:
-        route = super()._route(kind)
-        if issubclass(kind, getattr(sys.modules.get("numpy"), "memmap", ())):
-            return _reduce_mapped_array
-        if not self._importable or remedy_of(kind):
-            return route
-        return functools.partial(self._reduce_to_name, route)
-
-    def _reduce_to_name(self, route: Callable[[Any], Any], value: Any) -> Any:
-        place = self._importable.get(id(value))
-        if place is None or can_be_pickled(value):
-            return route(value)
+    def reducer_override(self, obj: Any) -> Any:
+        place = self._importable.get(id(obj))
+        is_refused = isinstance(self._row(type(obj)), str)
+        if place is None or is_refused or can_be_pickled(obj):
+            return super().reducer_override(obj)
         self.imported.append(".".join(place))
         return attrgetter(place[1]), (sys.modules[place[0]],)
 
@@ -679,6 +641,14 @@ class LeftInRank:
 class ResultPickler(_Pickler):
     """Pickles a result or an exception in a rank, for the notebook."""
 
+    by_class: ClassVar[Mapping[str, _Row]] = {
+        **_BY_CLASS,
+        "torch.nn.parallel.distributed.DistributedDataParallel": lambda _, wrapped: (
+            itself,
+            (wrapped.module,),
+        ),
+    }
+
     def __init__(
         self,
         file: Any,
@@ -694,16 +664,11 @@ class ResultPickler(_Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         left = self._left.get(id(obj))
-        return super().reducer_override(obj) if left is None else (LeftInRank, (left.why,))
-
-    def _route(self, kind: type) -> Callable[[Any], Any]:
-        if callable(getattr(kind, _UNWRAP, None)):
-            return lambda value: (itself, (getattr(value, _UNWRAP)(),))
-        for base in kind.__mro__:
-            inner = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
-            if inner:
-                return lambda value: (itself, (getattr(value, inner),))
-        return super()._route(kind)
+        if left is not None:
+            return LeftInRank, (left.why,)
+        if callable(getattr(type(obj), _UNWRAP, None)):
+            return itself, (getattr(obj, _UNWRAP)(),)
+        return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         # The graph behind a loss stays in the rank. Without it torch would remake the loss as a

@@ -13,7 +13,7 @@ import io
 import traceback
 import types
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
@@ -34,9 +34,9 @@ class _StartPickler(CallPickler):
         reduction.ForkingPickler(io.BytesIO()).dispatch_table, CallPickler.dispatch_table
     )
 
-    def _route(self, kind: type) -> Callable[[Any], Any]:
-        is_definition = issubclass(kind, NAMED_TYPES)
-        return self._reduce_definition if is_definition else lambda _value: NotImplemented
+    def reducer_override(self, obj: Any) -> Any:
+        is_definition = issubclass(type(obj), NAMED_TYPES)
+        return self._reduce_definition(obj) if is_definition else NotImplemented
 
 
 def _dump(obj: Any, file: Any, protocol: int | None = None) -> None:  # noqa: ARG001
