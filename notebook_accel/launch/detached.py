@@ -50,7 +50,8 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError, conn
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.private.of_libraries import without_debugger
 from notebook_accel.system.interrupts import held
-from notebook_accel.system.processes import import_path, is_readable, python_code
+from notebook_accel.system.modules import import_path
+from notebook_accel.system.processes import is_readable, python_code
 
 # The first process ends at once: the keeper is then the child of nobody who would end it.
 _BOOT = (

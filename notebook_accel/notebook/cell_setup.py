@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch import setup
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.setup import Path, Step, libraries
-from notebook_accel.launch.template.prepared_libraries import is_library_file
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.text.used_names import parsed
+from notebook_accel.system.modules import own_modules
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -94,7 +94,7 @@ def read_setup(shell: InteractiveShell | None) -> tuple[list[Step], tuple[str, .
 
 def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple[Any, ...]]:
     namespace = shell.user_ns if shell else {}
-    own = _own_modules()
+    own = own_modules([*sys.modules])
     for text in namespace.get("In", ()):
         for found in _statements(text):
             if not found.root:
@@ -122,15 +122,6 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
                 yield f"{dotted} {found.label}", found.label, name, setup.call, path, *arguments
             elif libraries.is_repeated(*names) or libraries.is_unknown_setter(*names):
                 lost.append(f"`{found.label}`")
-
-
-def _own_modules() -> dict[str, types.ModuleType]:
-    """Return the imported modules that are not installed: files of the person's."""
-    return {
-        name: module
-        for name, module in list(sys.modules.items())
-        if (file := getattr(module, "__file__", None)) and not is_library_file(file)
-    }
 
 
 def _place(

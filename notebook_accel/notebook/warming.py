@@ -33,10 +33,10 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.launch.template import prepared_libraries
 from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.text.used_names import parsed
 from notebook_accel.system import processes
+from notebook_accel.system.modules import OF_TEMPLATE, is_library, modules_of, own_modules
 from notebook_accel.wire import ImportItem
 
 # What a request that was left unread waits at most. To look takes some 10 us.
@@ -115,7 +115,7 @@ class _Follower:
             self.look_at_start(self._shell.transform_cell(info.raw_cell) if code is None else code)
 
     def look_at_start(self, code: str) -> None:
-        follow(item for item in imports_at_start(code) if prepared_libraries.is_library(item.root))
+        follow(item for item in imports_at_start(code) if is_library(item.root))
 
     def look_at_cells(self, _result: Any = None) -> None:
         with suppress(Exception):  # whatever a cell has, it runs as if nobody had looked
@@ -126,26 +126,18 @@ class _Follower:
             self._num_cells = max(0, len(cells) - 1)
             new = sys.modules.keys() - self._seen
             self._seen |= new
-            own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
-            for name in new:
-                if name.partition(".")[0] in own:
-                    values = vars(sys.modules[name]).values()
-                    used = [v for v in values if isinstance(v, (ModuleType, FunctionType, type))]
-                    modules = (getattr(each, "__module__", None) or each.__name__ for each in used)
-                    found |= {module.partition(".")[0] for module in modules}
-            unknown = (found - self._roots - prepared_libraries.OF_TEMPLATE) & sys.modules.keys()
-            added = {*filter(prepared_libraries.is_library, unknown)}
+            for module in own_modules(new).values():
+                values = vars(module).values()
+                used = [v for v in values if isinstance(v, (ModuleType, FunctionType, type))]
+                names = (getattr(each, "__module__", None) or each.__name__ for each in used)
+                found |= {name.partition(".")[0] for name in names}
+            unknown = (found - self._roots - OF_TEMPLATE) & sys.modules.keys()
+            added = {*filter(is_library, unknown)}
             self._roots |= added
             # Of a library that a cell imports for the first time, older modules too: what is the
             # notebook's now may have been imported by another library before.
-            names = [n for n in sys.modules if n in new or n.partition(".")[0] in added]
-            follow(map(ImportItem, prepared_libraries.modules_of(self._roots, names)))
-
-
-def _is_own(root: str) -> bool:
-    """Whether a module is the notebook's own, or installed in editable mode."""
-    path = prepared_libraries.file_of(sys.modules.get(root))
-    return bool(path) and not prepared_libraries.is_library_file(path) and root != "notebook_accel"
+            wanted = [n for n in sys.modules if n in new or n.partition(".")[0] in added]
+            follow(map(ImportItem, modules_of(self._roots, wanted)))
 
 
 def imports_at_start(code: str) -> list[ImportItem]:

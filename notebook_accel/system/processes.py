@@ -10,41 +10,12 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from importlib.machinery import FileFinder, ModuleSpec
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
-
-def import_path() -> list[str]:
-    """Return folders in which another process finds what this one can import, or has imported.
-
-    These are the strings in ``sys.path`` (import ignores other entries, such as a ``Path``). A
-    relative one is the folder that Python found for it, whatever the working directory is now.
-    Folders of imported modules follow: of a former working directory, or on the path for a while.
-    """
-    path = [
-        finder.path
-        if isinstance(finder := sys.path_importer_cache.get(entry), FileFinder)
-        else entry
-        for entry in sys.path
-        if isinstance(entry, str)
-    ]
-    installed = (sys.prefix, sys.base_prefix)
-    left = {folder for folder in _module_folders() if not folder.startswith(installed)}
-    return list(dict.fromkeys([*path, *sorted(left)]))
-
-
-def _module_folders() -> Iterator[str]:
-    """Yield the folders that the imported modules and packages are in."""
-    for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
-        if isinstance(spec, ModuleSpec) and "." not in name:
-            places = spec.submodule_search_locations
-            for place in [spec.origin or ""] if places is None else places:
-                if os.path.isabs(place):
-                    yield os.path.dirname(place)
+from notebook_accel.system.modules import import_path
 
 
 def python_code(code: str) -> tuple[str, ...]:

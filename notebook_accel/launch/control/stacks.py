@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 
 from notebook_accel.launch.payload.cells import name_cells
-from notebook_accel.launch.template.prepared_libraries import is_library_file
+from notebook_accel.system.modules import is_library_file
 from notebook_accel.wire import Frame
 
 # What faulthandler writes of the frame that calls the function, the newest frame first. In a

@@ -49,7 +49,8 @@ from notebook_accel.launch.rank_environment import num_cores, num_threads_of
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
 from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.transport import machine_link
-from notebook_accel.system.processes import import_path, kept_environment
+from notebook_accel.system.modules import import_path
+from notebook_accel.system.processes import kept_environment
 
 # Until all machines have joined: a person walks to another screen and copies a command.
 _JOIN_SECONDS = 600.0

@@ -50,7 +50,7 @@ from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes, scratch
 from notebook_accel.system.interrupts import held
-from notebook_accel.system.processes import import_path
+from notebook_accel.system.modules import import_path
 
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it
 # may get its turn a second later.

@@ -16,7 +16,6 @@ import contextlib
 import os
 import platform
 import socket
-import sys
 import threading
 import weakref
 from abc import abstractmethod
@@ -45,7 +44,8 @@ from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport import machine_link
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.system.processes import import_path, kept_environment
+from notebook_accel.system.modules import import_path, is_library_file
+from notebook_accel.system.processes import kept_environment
 
 # The machine has its template before it joins, and forks an agent in milliseconds.
 _AGENT_SECONDS = 60.0
@@ -428,8 +428,7 @@ def _fields_of_launch(
         **of_plan,
     }
     # The notebook's own folders first, as far as they are there; then what the machine has itself.
-    installed = (sys.prefix, sys.base_prefix)
-    mine = [entry for entry in import_path() if not entry.startswith(installed)]
+    mine = [entry for entry in import_path() if not is_library_file(entry + os.sep)]
     return {
         "environment": rank_environment(request.config, of_engine=of_engine, base=of_machine),
         "directory": directory,

@@ -25,7 +25,7 @@ from typing import Any
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.pickling import CallPickler, load
-from notebook_accel.system.after_import import change_module
+from notebook_accel.system.modules import change_module
 
 # From a module to a value in it: names of attributes, and keys of dictionaries as tuples of one.
 Path = tuple["str | tuple[Any]", ...]

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from notebook_accel.system.after_import import change_module
+from notebook_accel.system.modules import change_module
 
 # ---- states --------------------------------------------------------------------------------
 

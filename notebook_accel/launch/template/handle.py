@@ -50,7 +50,8 @@ from notebook_accel.private.of_libraries import without_debugger
 from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.limits import naming_what_is_short
-from notebook_accel.system.processes import import_path, is_readable, kept_environment, python_code
+from notebook_accel.system.modules import import_path
+from notebook_accel.system.processes import is_readable, kept_environment, python_code
 from notebook_accel.tpu import AUTOLOAD
 
 T = TypeVar("T")

@@ -42,10 +42,10 @@ import msgspec
 
 from notebook_accel import wire
 from notebook_accel.launch.template.forking import fork, run_agent
-from notebook_accel.launch.template.prepared_libraries import file_of, is_library_file
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.system import processes
 from notebook_accel.system.limits import free_memory
+from notebook_accel.system.modules import file_of, is_library_file
 
 # The number of threads is set in each rank; a template itself must never start one.
 ITS_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -18,8 +18,8 @@ from tqdm.std import tqdm
 
 from notebook_accel import wire
 from notebook_accel.rank import this_rank
-from notebook_accel.system.after_import import change_module
 from notebook_accel.system.limits import TokenBucket
+from notebook_accel.system.modules import change_module
 
 _numbers = itertools.count(1)
 # set_postfix draws at every step: more than this of one bar nobody could read.

@@ -24,8 +24,8 @@ from uuid import uuid4
 
 from notebook_accel import wire
 from notebook_accel.rank import this_rank
-from notebook_accel.system.after_import import change_module
 from notebook_accel.system.limits import TokenBucket
+from notebook_accel.system.modules import change_module
 
 # The most bytes of one display: with more a page freezes, and the notebook's file keeps them.
 _MAX_BYTES = 2_000_000

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from notebook_accel.rank import this_rank
-from notebook_accel.system.after_import import change_module
+from notebook_accel.system.modules import change_module
 
 _NEWEST = "newest metrics of libraries"
 # What they write by a SummaryWriter has been reported already, partly under other names.

@@ -43,7 +43,6 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.payload import Packed, cells, pack, unpack
 from notebook_accel.launch.setup import take_over
 from notebook_accel.launch.setup.notebook_state import apply_notebook_state
-from notebook_accel.launch.template.prepared_libraries import OF_TEMPLATE, is_library, modules_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import (
@@ -63,6 +62,7 @@ from notebook_accel.private import of_python
 from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
 from notebook_accel.system.limits import free_memory
+from notebook_accel.system.modules import OF_TEMPLATE, is_library, modules_of
 from notebook_accel.system.own_files import FULL_DISK
 
 # faulthandler writes the stacks on it, also while native code holds the GIL.

@@ -210,7 +210,7 @@ def test_one_variable_leaves_torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
 
 # Another torch: one name is gone, and one has another parameter first.
 OTHER_TORCH = """
-from notebook_accel.system.after_import import change_module
+from notebook_accel.system.modules import change_module
 
 def change_store(module):
     plain = module._create_c10d_store
