@@ -34,7 +34,7 @@ import msgspec
 
 # A template says it first, and a machine as it joins: the other side compares it. Raise it with
 # every change of a message: a kernel and the processes that it starts may be of two versions.
-VERSION = 24
+VERSION = 25
 
 
 # What a knob may hold.
@@ -402,7 +402,6 @@ class Launch(Message, frozen=True, kw_only=True):
     log_dir: str | None
     num_threads: int
     start_method: str = "fork"
-    notebook: bytes = b""
 
 
 class BeginCall(Message, frozen=True, kw_only=True):

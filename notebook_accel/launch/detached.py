@@ -44,7 +44,6 @@ from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Registry, unpack_exception
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.setup.notebook_state import capture
 from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, connect
 from notebook_accel.launch.view import GuardedView, View
@@ -92,7 +91,6 @@ def launch_detached(request: LaunchRequest, packed: PackedCall, *, notebook_file
     asked = replace(
         request.without_function(),
         view=GuardedView(View()),
-        notebook=pickle.dumps(capture(request.config.seed)),
         run_id=request.run_id or new_run_id(),
     )
     about = {"models": packed.models, "uses_torch": packed.uses_torch}

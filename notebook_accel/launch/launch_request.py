@@ -47,8 +47,6 @@ class LaunchRequest:
             function; otherwise the function uses the session's globals of these names.
         environment: environment variables of every rank, without those that the engine adds; if
             empty, the launcher fills it in.
-        notebook: pickled state of the notebook other than its variables, such as random generators
-            and loggers; b"" for the state of this process.
         run_id: id of the run, if it is already known; else "".
         poll: called several times a second while machines or room are awaited; its errors end the
             wait.
@@ -72,7 +70,6 @@ class LaunchRequest:
     keeps_error: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: str = ""
-    notebook: bytes = b""
     run_id: str = ""
     resume: str = ""
     origin: str = ""

@@ -41,6 +41,7 @@ from notebook_accel.launch.payload import PackedCall, Registry, pack_call
 from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.run import Run, call_of, raise_error, save_to
+from notebook_accel.launch.setup import notebook_state, pack_step
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.view import GuardedView, View
@@ -201,7 +202,8 @@ class Session:
         """
         request = _checked(replace(request, environment=self.request.environment))
         self._pool.check_free()
-        packed = _pack(request, None if request.brings_globals else self._registry)
+        registry = None if request.brings_globals else self._registry
+        packed = _pack(request, registry, are_new=self.newest_call is None)
         request = replace(request, notices=(*packed.notices, *request.notices))
         begin = partial(self._send, packed)
         return _begin_and_wait(request, begin, self.world_size, self.folder, is_listed=is_listed)
@@ -347,7 +349,12 @@ def _waited(run: Run) -> Run:
     return run
 
 
-def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall:
+def _pack(
+    request: LaunchRequest, session: Registry | None = None, *, are_new: bool = True
+) -> PackedCall:
+    """Pack the call of ``request`` for ranks that are new, or have had a call of the session."""
+    state = notebook_state.capture(request.config.seed) if are_new else None
+    first = [pack_step("notebook", "", "", notebook_state.apply, state)] if state else []
     with naming_what_is_short():
         return pack_call(
             request.function,
@@ -355,7 +362,7 @@ def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall
             request.kwargs,
             sources=request.sources,
             session=session,
-            setup=request.setup,
+            setup=[*first, *request.setup],
         )
 
 

@@ -11,7 +11,6 @@ the template, a clean process that has torch imported; the agent itself then for
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import threading
 import time
@@ -43,7 +42,6 @@ from notebook_accel.launch.rank_environment import (
     rank_environment,
     variables_of_choice,
 )
-from notebook_accel.launch.setup.notebook_state import capture
 from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.transport.channel import Channel
@@ -98,8 +96,7 @@ class AgentEngine(Engine):
         with held():
             pool: RankPool
             if plan.is_awaited:
-                state = pickle.dumps(capture(request.config.seed))
-                start = partial(self._start_late, replace(of_ranks, notebook=state), folder)
+                start = partial(self._start_late, of_ranks, folder)
                 grace = request.config.grace
                 pool = WaitingPool(start, plan.world_size, run=folder.id, grace=grace)
             else:
@@ -134,7 +131,6 @@ class AgentEngine(Engine):
             log_dir=str(log_dir),
             num_threads=num_threads,
             start_method=self.start_method,
-            notebook=request.notebook or pickle.dumps(capture(request.config.seed)),
         )
         with held():
             links = self.start_agents(request, plan, run=run)

@@ -1,6 +1,6 @@
 """Carries process-wide settings, which cells may have changed, from the notebook to its ranks.
 
-    notebook: capture() -> NotebookState --pickle--> rank: apply_notebook_state()
+    notebook: capture() --step (setup/__init__.py) of the ranks' first call--> rank: apply()
 
 Ranks are not forked from the notebook, so they inherit none of its settings. They are sent the
 states of the random number generators, and levels and plain handlers of logging.
@@ -20,75 +20,44 @@ import random
 import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import current_process
 from typing import Any
 
 # What makes a logging handler, its level and its formatter.
 _Handler = tuple["Callable[[], logging.Handler]", int, logging.Formatter]
-# Names of streams as Python, ipykernel and test runners have them.
-_STREAMS = {"<stdout>": "stdout", "stdout": "stdout", "<stderr>": "stderr", "stderr": "stderr"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotebookState:
-    """Settings and generator states of the notebook's process, which each rank takes over.
-
-    Attributes:
-        torch_state: state of torch's generator on the CPU; None if the generator starts from
-            ``torch_seed``, for example since the notebook has not imported torch.
-    """
-
-    python: tuple[Any, ...]
-    numpy: dict[str, Any] | int
-    torch_seed: int
-    torch_state: bytes | None = None
-    loggers: tuple[tuple[Any, ...], ...] = ()
-    disabled_level: int = 0
-    authkey: bytes = field(default=b"", repr=False)
-    arguments: tuple[str, ...] = ("",)
-
-
 # ---- in the notebook -----------------------------------------------------------------------
 
 
-def capture(seed: int | None = None) -> NotebookState:
-    """Return the state of this process, without importing anything or changing any generator.
+def capture(seed: int | None = None) -> dict[str, Any]:
+    """Return the state of this process for :func:`apply`, without changing any of it."""
+    named = (logging.root, *logging.root.manager.loggerDict.values())
+    loggers = (_logger(one) for one in named if isinstance(one, logging.Logger))
+    return {
+        "generators": generators(seed),
+        "loggers": [one for one in loggers if one is not None],
+        "disabled_level": logging.root.manager.disable,
+        "authkey": bytes(current_process().authkey),
+        "arguments": _arguments(),
+    }
+
+
+def generators(seed: int | None = None) -> dict[str, Any]:
+    """Return the states of the generators for :func:`apply_generators`; import no library for it.
 
     If this process has not imported numpy or torch, the state has a new random seed for that
-    library's generator, the same for all ranks.
+    library's generator, the same for all ranks. ``torch_state`` is None if torch's generator on the
+    CPU starts from ``torch_seed``.
 
     Args:
-        seed: gives the generator states that ``set_seed(seed)`` would lead to; None takes the
-            present states.
+        seed: gives the states that ``set_seed(seed)`` would lead to; None takes the present ones.
     """
+    if seed is not None:  # as set_seed(seed) leaves them
+        python = random.Random(seed).getstate()
+        return {"python": python, "numpy": seed % 2**32, "torch_seed": seed, "torch_state": None}
     torch: Any = sys.modules.get("torch")
     # A module that is being imported by another thread has not all of its names yet.
     torch = torch if hasattr(torch, "get_rng_state") else None
-    named = (logging.root, *logging.root.manager.loggerDict.values())
-    loggers = (_logger(one) for one in named if isinstance(one, logging.Logger))
-    return NotebookState(
-        **_generators(torch, seed),
-        loggers=tuple(one for one in loggers if one is not None),
-        disabled_level=logging.root.manager.disable,
-        authkey=bytes(current_process().authkey),
-        arguments=_arguments(),
-    )
-
-
-def _arguments() -> tuple[str, ...]:
-    """Return ``sys.argv``; without those with which a kernel was started, which no parser knows."""
-    given = sys.argv[1:]
-    app: Any = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
-    is_kernels = app and app.initialized() and given == sys.orig_argv[-len(given) :]
-    return ("",) if is_kernels else tuple(sys.argv)
-
-
-def _generators(torch: Any, seed: int | None) -> dict[str, Any]:
-    if seed is not None:  # as set_seed(seed) leaves them
-        python = random.Random(seed).getstate()
-        return {"python": python, "numpy": seed % 2**32, "torch_seed": seed}
     numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
     has_state = hasattr(numpy, "get_state")
     return {
@@ -97,6 +66,14 @@ def _generators(torch: Any, seed: int | None) -> dict[str, Any]:
         "torch_seed": torch.initial_seed() if torch else secrets.randbits(63),
         "torch_state": torch.get_rng_state().numpy().tobytes() if torch else None,
     }
+
+
+def _arguments() -> tuple[str, ...]:
+    """Return ``sys.argv``; without those with which a kernel was started, which no parser knows."""
+    given = sys.argv[1:]
+    app: Any = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
+    is_kernels = app and app.initialized() and given == sys.orig_argv[-len(given) :]
+    return ("",) if is_kernels else tuple(sys.argv)
 
 
 def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
@@ -150,46 +127,53 @@ def _handler(handler: logging.Handler) -> _Handler | None:
 
 def _stream_name(stream: Any) -> str:
     for name in ("stdout", "stderr"):
-        if stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__"):
+        # Under their names, Python, ipykernel and test runners have others.
+        is_own = stream in (getattr(sys, name), getattr(sys, f"__{name}__"))
+        if is_own or str(getattr(stream, "name", "")).strip("<>") == name:
             return name
-    return _STREAMS.get(str(getattr(stream, "name", "")), "")
+    return ""
 
 
 # ---- in a rank -----------------------------------------------------------------------------
 
 
-def apply_notebook_state(state: NotebookState) -> None:
-    """Give this process, a rank, the generator states and settings of the notebook."""
-    if logging.root.manager.disable != state.disabled_level:
-        logging.disable(state.disabled_level)
-    current_process().authkey = state.authkey
-    sys.argv[:] = state.arguments
-    for logger in state.loggers:
+def apply(state: dict[str, Any]) -> None:
+    """Give this process, a rank, the generator states and settings of the notebook (a step)."""
+    if logging.root.manager.disable != state["disabled_level"]:
+        logging.disable(state["disabled_level"])
+    current_process().authkey = state["authkey"]
+    sys.argv[:] = state["arguments"]
+    for logger in state["loggers"]:
         _apply_logger(*logger)
-    apply_generators(state)
+    apply_generators(**state["generators"])
 
 
-def apply_generators(state: NotebookState) -> None:
+def apply_generators(
+    python: tuple[Any, ...],
+    numpy: dict[str, Any] | int,
+    torch_seed: int,
+    torch_state: bytes | None,
+) -> None:
     """Set the random generators of Python, numpy and torch in this process to the given states."""
     import numpy as np
     import torch
 
-    random.setstate(state.python)
-    if isinstance(state.numpy, int):
-        np.random.seed(state.numpy)
+    random.setstate(python)
+    if isinstance(numpy, int):
+        np.random.seed(numpy)
     else:
-        np.random.set_state(state.numpy)
+        np.random.set_state(numpy)
     # First the seed, which devices start from once they are used, then how far the CPU came.
     # Whether the machine has a device is not asked: that loads the driver, and from then on the
     # function could not say which are visible, and no process that it forks could use one.
     is_on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
     if not is_on_cpu and torch.accelerator.current_accelerator() is not None:
-        torch.manual_seed(state.torch_seed)
+        torch.manual_seed(torch_seed)
     else:
         # torch.manual_seed notes the stack for each kind of device that may come: 5 ms a rank.
-        torch.default_generator.manual_seed(state.torch_seed)
-    if state.torch_state is not None:
-        torch.set_rng_state(torch.frombuffer(bytearray(state.torch_state), dtype=torch.uint8))
+        torch.default_generator.manual_seed(torch_seed)
+    if torch_state is not None:
+        torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
 
 
 def _apply_logger(

@@ -21,7 +21,6 @@ import contextlib
 import errno
 import faulthandler
 import os
-import pickle
 import re
 import signal
 import socket
@@ -42,7 +41,6 @@ from notebook_accel.errors import LaunchError, RunStopped
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload import Packed, cells, pack, unpack
 from notebook_accel.launch.setup import take_over
-from notebook_accel.launch.setup.notebook_state import apply_notebook_state
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import (
@@ -487,8 +485,6 @@ def enter_notebook(launch: wire.Launch) -> None:
         pools.threadpool_limits(launch.num_threads)
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
-    if launch.notebook:
-        apply_notebook_state(pickle.loads(launch.notebook))
 
 
 # ---- one call ------------------------------------------------------------------------------

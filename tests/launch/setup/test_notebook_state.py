@@ -166,7 +166,7 @@ class OwnHandler(logging.Handler):
 
 def lines_of_own_handler(level: int, kind: type[logging.Handler], propagates: bool) -> str:
     """What a rank writes where a cell has set up a handler of a class of its own."""
-    from notebook_accel.launch.setup.notebook_state import apply_notebook_state, capture
+    from notebook_accel.launch.setup.notebook_state import apply, capture
 
     logger, handler = logging.getLogger("of a cell"), kind(logging.INFO)
     logger.addHandler(handler)
@@ -177,7 +177,7 @@ def lines_of_own_handler(level: int, kind: type[logging.Handler], propagates: bo
     logging.root.handlers = []
     logger.removeHandler(handler)
     sys.stderr = io.StringIO()
-    apply_notebook_state(state)
+    apply(state)
     logger.debug("too fine")
     logger.info("begun")
     logger.error("broken")
@@ -205,7 +205,7 @@ def test_lines_of_a_handler_that_stays_in_the_notebook_are_not_lost(
 
 def text_of_rank(format_: str, has_filter: bool, **of_formatter: Any) -> str:
     """What a rank writes of a line, once a cell has set a handler up."""
-    from notebook_accel.launch.setup.notebook_state import apply_notebook_state, capture
+    from notebook_accel.launch.setup.notebook_state import apply, capture
 
     logger, handler = logging.getLogger("of a cell"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(format_, **of_formatter))
@@ -216,7 +216,7 @@ def text_of_rank(format_: str, has_filter: bool, **of_formatter: Any) -> str:
     state = capture()
     logger.removeHandler(handler)
     sys.stderr = io.StringIO()
-    apply_notebook_state(state)
+    apply(state)
     logger.error("broken")
     return sys.stderr.getvalue()
 
@@ -242,7 +242,7 @@ def test_a_format_loses_no_line_in_the_ranks(
 
 def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has answered, the function cannot choose devices by CUDA_VISIBLE_DEVICES."""
-    from notebook_accel.launch.setup.notebook_state import apply_generators, capture
+    from notebook_accel.launch.setup.notebook_state import apply_generators, generators
 
     seeded: list[int] = []
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -250,9 +250,9 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(torch.cuda, "is_available")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "manual_seed", seeded.append)
-    state = capture()
-    apply_generators(state)
-    assert seeded == [state.torch_seed], "devices start from it"
+    state = generators()
+    apply_generators(**state)
+    assert seeded == [state["torch_seed"]], "devices start from it"
 
 
 def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +262,6 @@ def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", app)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher", "-f", "c.json"])
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "c.json"])
-    assert capture().arguments == ("",)
+    assert capture()["arguments"] == ("",)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    assert capture().arguments == ("train.py",)
+    assert capture()["arguments"] == ("train.py",)
