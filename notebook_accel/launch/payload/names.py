@@ -53,7 +53,7 @@ def look_at(name: str, value: object) -> NameFacts:
 
 def names_used(value: object) -> frozenset[str]:
     """Return the names of the globals that functions and classes in ``value`` use."""
-    pickler = _NamesPickler(_Digest())
+    pickler = SessionPickler(Discard(), lambda _buffer: None)  # reads no memory of arrays
     pickler.dump(value)
     return frozenset(pickler.names)
 
@@ -107,13 +107,3 @@ class _LookingPickler(SessionPickler):
         with contextlib.suppress(RuntimeError):
             self._digest.write(b"%d," % of_torch.count_of_changes(tensor))
         return super()._reduce_tensor(tensor)
-
-
-class _NamesPickler(_LookingPickler):
-    """Collects only the names of used globals, and reads no memory of tensors and arrays."""
-
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        return
-
-    def _reduce_storage(self, storage: Any) -> Any:
-        return itself, (None,)
