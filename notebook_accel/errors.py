@@ -14,27 +14,10 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 # Packages between a cell and the magic that it calls.
 _SHELL = {"IPython", "decorator", "decorator.py"}
-
-
-class _Run(Protocol):
-    """The part of ``launch.run.Run``, which imports this module, that errors use."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def results(self) -> list[Any]: ...
-    @property
-    def metrics(self) -> list[dict[str, Any]]: ...
-    @property
-    def log_dir(self) -> Path: ...
-    def logs(self, rank: int | None = None) -> str: ...
-    def show(self) -> None: ...
 
 
 class NotebookAccelError(RuntimeError):
@@ -54,7 +37,7 @@ class NotebookAccelError(RuntimeError):
         ConfigError None
     """
 
-    run: _Run | None = None
+    run: Any = None  # a launch.run.Run, which imports this module
     # What else can be done, said below the message where a notebook shows it.
     hint: str = ""
     # What a person calls each file of the notebook's cells; set where the error is shown.
