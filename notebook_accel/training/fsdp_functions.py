@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.checkpoint.folders import resolved
 from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.state_files import read_state
 from notebook_accel.training.preparing import extract_model_from_parallel
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -175,28 +174,6 @@ def load_fsdp_optimizer(
     accelerator.wait_for_everyone()
 
 
-class _WholeOfFsdp(files.Format):
-    """Whole weights under the name that Accelerate gives those of FSDP."""
-
-    def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[files.Piece]:
-        if self.writes:
-            yield files.state_file(
-                state, files.numbered(files.FSDP_MODEL_NAME, index, ".bin"), "the model"
-            )
-
-    def read_model(self, model: Module, folder: Path, index: int) -> Any:
-        path = folder / files.numbered(files.FSDP_MODEL_NAME, index, ".bin")
-        if path.exists():
-            return read_state(path)
-        try:
-            return super().read_model(model, folder, index)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{path} is not there: save_fsdp_model() writes it with "
-                'state_dict_type="FULL_STATE_DICT"'
-            ) from None
-
-
 def _format(
     plugin: FullyShardedDataParallelPlugin,
     accelerator: Accelerator,
@@ -204,7 +181,9 @@ def _format(
     strict: bool = True,
 ) -> files.Format:
     writes = accelerator.is_main_process
-    return (sharded if plugin.saves_shards else _WholeOfFsdp)(
+    return (sharded if plugin.saves_shards else files.Format)(
+        stem=files.FSDP_MODEL_NAME,
+        safe=False,
         names=files.names_of([*map(_inner, models)]),
         strict=strict,
         writes=writes,

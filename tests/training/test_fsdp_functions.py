@@ -71,7 +71,7 @@ def save_and_load(folder: str) -> None:
     peer.load_fsdp_model(theirs, accelerator, model, f"{folder}/FULL_STATE_DICT/a")
     assert weights_of(accelerator, model) == before
     plugin.set_state_dict_type("FULL_STATE_DICT")
-    with pytest.raises(FileNotFoundError, match=r"pytorch_model_fsdp_3\.bin is not there"):
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model_fsdp_3\.bin is not in"):
         utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/whole", 3)
 
 

@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import settings_of
 from notebook_accel.wire import Saved
 
+# The longest that an interrupt goes unheard while the rank waits for the thread that saves.
+_SLICE_SECONDS = 0.1
+
 
 class Checkpoints:
     """Writes and reads the checkpoints of one ``Accelerator``."""
@@ -46,7 +50,7 @@ class Checkpoints:
         self._request, self._strategy = preparation.request, preparation.strategy
         self._project = project
         self.numbering = folders.Numbering(project)
-        self._background_save: saves.BackgroundSave | None = None
+        self._background_save: tuple[Path, futures.Future[None]] | None = None
         self._unsettled: list[saves.RankZeroSave] = []  # on ranks that do not publish
         self._began: start.Start | None = None  # where the launch's resume= had this training go on
         preparation.checkpoints = weakref.ref(self)
@@ -109,11 +113,12 @@ class Checkpoints:
             save.fail(error)
             raise
         if in_background:
-            self._background_save = saves.BackgroundSave(
+            written = saves.in_background(
                 save,
                 lambda: finish(taken, files.write_prepared(taken, save.staged)),
                 self._request.topology.device,
             )
+            self._background_save = save.final, written
         if isinstance(save, saves.RankZeroSave) and not save.writes:
             self._unsettled.append(save)
         if in_background or self._unsettled:
@@ -176,9 +181,16 @@ class Checkpoints:
                 )
 
     def _end_background_save(self) -> None:
-        pending, self._background_save = self._background_save, None
-        if pending is not None:
-            pending.wait()
+        if self._background_save is None:
+            return
+        (final, written), self._background_save = self._background_save, None
+        while not futures.wait([written], _SLICE_SECONDS).done:
+            pass  # in slices, so that an interrupt is heard
+        if (error := written.exception()) is not None:
+            raise NotebookAccelError(
+                f"{final} could not be written: {saves.describe(error)}. Earlier checkpoints are "
+                "as they were"
+            ) from error
 
     def begin_model(self) -> bool:
         """Wait for saves under way, and for all ranks if models are spread; return whether so."""

@@ -398,12 +398,10 @@ def _final(store: Any) -> Path | None:
     return Path(store.get("began").decode()) if store.check(["began"]) else None
 
 
-# The longest that an interrupt goes unheard while the rank waits for the thread.
-_SLICE_SECONDS = 0.1
-
-
-class BackgroundSave:
-    """A thread of this rank that writes and publishes a checkpoint, started by the constructor.
+def in_background(
+    save: JointSave | RankZeroSave, finish: Callable[[], None], device: torch.device
+) -> futures.Future[None]:
+    """Start a thread of this rank that writes and publishes a checkpoint.
 
     ::
 
@@ -411,38 +409,24 @@ class BackgroundSave:
         a thread of it    '--> writes the copies, waits for the other ranks, publishes
     """
 
-    def __init__(
-        self, save: JointSave | RankZeroSave, finish: Callable[[], None], device: torch.device
-    ) -> None:
-        self.final = save.final
-
-        def run() -> None:
+    def run() -> None:
+        try:
             try:
-                try:
-                    devices.make_current(device)
-                    finish()
-                except BaseException as error:
-                    save.fail(error)
-                    raise
+                devices.make_current(device)
+                finish()
             except BaseException as error:
-                notice(f"{self.final} could not be written: {describe(error)}")
+                save.fail(error)
                 raise
+        except BaseException as error:
+            notice(f"{save.final} could not be written: {describe(error)}")
+            raise
 
-        # A script that ends without waiting ends once its last checkpoint is in its place: Python
-        # joins the thread.
-        thread = futures.ThreadPoolExecutor(1, "notebook_accel save")
-        self._written = thread.submit(contextvars.copy_context().run, run)
-        thread.shutdown(wait=False)
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is complete; raise ``NotebookAccelError`` if it is not."""
-        while not futures.wait([self._written], _SLICE_SECONDS).done:
-            pass  # in slices, so that an interrupt is heard
-        if (error := self._written.exception()) is not None:
-            raise NotebookAccelError(
-                f"{self.final} could not be written: {describe(error)}. Earlier checkpoints are as "
-                "they were"
-            ) from error
+    # A script that ends without waiting ends once its last checkpoint is in its place: Python joins
+    # the thread.
+    thread = futures.ThreadPoolExecutor(1, "notebook_accel save")
+    written = thread.submit(contextvars.copy_context().run, run)
+    thread.shutdown(wait=False)
+    return written
 
 
 def host_copies(state: Any) -> Any:

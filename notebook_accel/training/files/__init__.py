@@ -332,6 +332,8 @@ class Format:
     """Whether this rank writes what is whole."""
     safe: bool = True
     """Whether whole weights go into safetensors files."""
+    stem: str = "pytorch_model"
+    """How the names of files of whole weights begin that are no safetensors files."""
     whole_state: Callable[[Optimizer], dict[str, Any]] = Optimizer.state_dict
     """Joins the state dict of an optimizer; all ranks call it."""
 
@@ -346,7 +348,8 @@ class Format:
 
     def model_pieces(self, state: dict[str, Any], index: int) -> Iterator[Piece]:
         if self.writes:
-            yield Piece(state, partial(save_weights, index=index, safe=self.safe))
+            write = partial(save_weights, index=index, safe=self.safe, stem=self.stem)
+            yield Piece(state, write)
 
     def optimizer_pieces(self, optimizer: Optimizer, index: int) -> Iterator[Piece]:
         # Every rank takes part in joining what is in parts; one at a time for the memory.
@@ -357,13 +360,13 @@ class Format:
     def read_model(self, model: Module, folder: Path, index: int) -> dict[str, Any] | None:
         """Return the whole weights of model ``index``; None if the model has got its parts."""
         safe = folder / numbered("model", index, ".safetensors")
-        plain = folder / numbered("pytorch_model", index, ".bin")
+        plain = folder / numbered(self.stem, index, ".bin")
         state: dict[str, Any]
-        if plain.exists() and not safe.exists():
+        if plain.exists() and not (self.safe and safe.exists()):
             state = read_state(plain, on_host(self.options))
             return state
         try:
-            state = load_file(required(safe))
+            state = load_file(required(safe if self.safe or safe.exists() else plain))
             with safe_open(safe, framework="pt") as file:
                 header = file.metadata() or {}
         except SafetensorError as error:
@@ -391,7 +394,9 @@ class Format:
         """Raise if a checkpoint's list of its parts is damaged, or not to be trusted."""
 
 
-def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bool) -> None:
+def save_weights(
+    state: Mapping[str, Any], folder: Path, index: int, *, safe: bool, stem: str = "pytorch_model"
+) -> None:
     """Write the weights of model ``index`` (from 0) of a checkpoint to one file in ``folder``.
 
     With ``safe`` it is a safetensors file, unless ``state`` has values that are not tensors: such a
@@ -400,7 +405,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
     if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
         write_safetensors(state, folder / numbered("model", index, ".safetensors"))
     else:
-        write_state(dict(state), folder / numbered("pytorch_model", index, ".bin"), "the model")
+        write_state(dict(state), folder / numbered(stem, index, ".bin"), "the model")
 
 
 def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
