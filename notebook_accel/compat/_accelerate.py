@@ -57,7 +57,7 @@ _NAMES = {
     "training.fsdp_functions": "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights "
     "save_fsdp_model save_fsdp_optimizer",
     "training.local_sgd": "LocalSGD",
-    "training.precision.float8": "AORecipeKwargs convert_model_to_fp8_ao filter_linear_layers "
+    "training.precision": "AORecipeKwargs convert_model_to_fp8_ao filter_linear_layers "
     "find_first_last_linear_layers",
     "training.preparing": "extract_model_from_parallel",
     "training.processes.device_memory": "clear_device_cache find_executable_batch_size "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -36,8 +37,14 @@ from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.files import save_model, save_object
-from notebook_accel.training.precision.float8 import AORecipeKwargs
-from notebook_accel.training.preparing import Preparation, extract_model_from_parallel, plan
+from notebook_accel.training.precision import (
+    PRECISIONS,
+    AORecipeKwargs,
+    refuse_divided_layers,
+    resolve_precision,
+)
+from notebook_accel.training.preparing import Preparation, extract_model_from_parallel
+from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.device_memory import release_memory
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -64,15 +71,28 @@ from notebook_accel.training.state import (
     TrainingInfo,
     newest_settings,
 )
-from notebook_accel.training.stepping.accumulation import GradientState, window
+from notebook_accel.training.stepping.accumulation import (
+    Accumulation,
+    GradientState,
+    resolve_plugin,
+    window,
+)
 from notebook_accel.training.stepping.optimizer import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
     inner_optimizer,
 )
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
-from notebook_accel.training.strategies import make_strategy
-from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
+from notebook_accel.training.strategies import (
+    PLUGIN_ARGUMENTS,
+    Request,
+    make_strategy,
+    resolve_plugins,
+)
+from notebook_accel.training.strategies.compiling import (
+    DynamoBackend,
+    TorchDynamoPlugin,
+)
 from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking import resolve_trackers
 from notebook_accel.training.tracking.profiling import profile
@@ -82,6 +102,22 @@ from notebook_accel.wire import KnobValue
 Path_ = str | os.PathLike[str]
 _Item = TypeVar("_Item")
 _Handler = TypeVar("_Handler", bound=KwargsHandler)
+
+# Arguments of Hugging Face's Accelerator that are not built here, and what to use instead.
+_UNBUILT = {
+    "megatron_lm_plugin": "Megatron-LM is not there; tensor and pipeline parallelism by torch is: "
+    "parallelism_config=ParallelismConfig(tp_size=..., pp_size=...)",
+    "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
+}
+_NOTHING = (None, "no", "NO")
+_HANDLERS = (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 
 
 class Accelerator(TrainingInfo):
@@ -202,39 +238,77 @@ class Accelerator(TrainingInfo):
             ConfigError: a setting is invalid, or not supported.
             TypeError: an argument is unknown.
         """
-        plan.refuse_unbuilt(others)
-        loaders = plan.resolve_loaders(
+        # What can be checked is checked before the ranks meet: an invalid setting then raises at
+        # once, and no rank is left waiting for the others.
+        _refuse_unbuilt(others)
+        loaders = _resolve_loaders(
             dataloader_config,
             split_batches=split_batches,
             dispatch_batches=dispatch_batches,
             even_batches=even_batches,
             use_seedable_sampler=use_seedable_sampler,
         )
-        project = plan.resolve_project(project_config, project_dir)
+        _check_type("project_config", project_config, ProjectConfiguration)
+        # Changed in place, since user code may read the folder from its own object.
+        project = project_config or ProjectConfiguration()
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(str(project_dir))
         trackers = resolve_trackers(log_with, project.logging_dir)
-        request = plan.make_request(
-            cpu=cpu,
-            mixed_precision=mixed_precision,
-            num_steps=gradient_accumulation_steps,
-            plugin=gradient_accumulation_plugin,
-            handlers=kwargs_handlers or (),
-            plugins={
+        handlers = _check_handlers(kwargs_handlers or ())
+        accumulation, num_steps = gradient_accumulation_plugin, gradient_accumulation_steps
+        _check_type("gradient_accumulation_plugin", accumulation, GradientAccumulationPlugin)
+        _check_type("dynamo_plugin", dynamo_plugin, TorchDynamoPlugin)
+        if accumulation is not None and num_steps not in (None, 1):
+            raise ConfigError(
+                f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
+                "given: pass one of them"
+            )
+        plugins = resolve_plugins(
+            {
                 "fsdp_plugin": fsdp_plugin,
                 "parallelism_config": parallelism_config,
                 "deepspeed_plugin": deepspeed_plugin or deepspeed_plugins,
                 **others,
-            },
-            dynamo=dynamo_plugin,
-            dynamo_backend=dynamo_backend,
+            }
+        )
+        if dynamo_plugin is not None and dynamo_backend is not None:
+            raise ConfigError(
+                f"Accelerator got dynamo_plugin and dynamo_backend={str(dynamo_backend)!r}: give "
+                "one of them (a plugin has the backend among its fields)"
+            )
+        dynamo = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend)
+        num_ranks, num_local_ranks = topology.count_ranks()
+        for one in plugins.values():
+            one.check_ranks(plugins, num_ranks, num_local_ranks)
+            # What a plugin's own configuration says holds for everything here.
+            mixed_precision = one.resolve_precision(mixed_precision)
+            num_steps = one.resolve_steps(num_steps)
+        precision = resolve_precision(mixed_precision)
+        if any(one.divides_layers for one in plugins.values()):
+            refuse_divided_layers(precision)
+        window = resolve_plugin(None if accumulation else num_steps, accumulation)
+        here = topology.establish(cpu=cpu, options=pick_handler(handlers, InitProcessGroupKwargs))
+        if cpu and here.device.type != "cpu":
+            notice_once(
+                "cpu",
+                f"cpu=True came too late: this rank computes on {here.device}. Make the rank's "
+                "first Accelerator (or PartialState) with cpu=True, or launch with devices='cpu'",
+            )
+        self.project_configuration = project
+        self._accumulation = Accumulation(window, here.device)
+        self._request = Request(
+            topology=here,
+            precision=PRECISIONS[precision](here.device, handlers),
+            handlers=handlers,
+            plugins=plugins,
+            dynamo=dynamo,
+            accumulation=self._accumulation,
             loaders=loaders,
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            rng_types=rng_types,
+            rng_types=None if rng_types is None else _check_rng_types(rng_types, here.device),
         )
-        self.project_configuration = project
-        self._request = request
-        self._accumulation = request.accumulation
-        self._strategy = make_strategy(request)
+        self._strategy = make_strategy(self._request)
         self._prepared = Preparation(self._strategy)
         self._tracking = Tracking(trackers, project)
         # One rank of each share of the data: what is joined over them counts each sample once.
@@ -1621,7 +1695,7 @@ class Accelerator(TrainingInfo):
 
     @rng_types.setter
     def rng_types(self, value: Iterable[Any]) -> None:
-        self._request.rng_types = plan.check_rng_types(value, self.device)
+        self._request.rng_types = _check_rng_types(value, self.device)
 
     @property
     def native_amp(self) -> bool:
@@ -1721,7 +1795,7 @@ class Accelerator(TrainingInfo):
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self._request.loaders = plan.resolve_loaders(value)
+        self._request.loaders = _resolve_loaders(value)
 
     @property
     def split_batches(self) -> bool:
@@ -1799,3 +1873,79 @@ def _add_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) 
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _resolve_loaders(
+    config: DataLoaderConfiguration | None, **given: bool | None
+) -> DataLoaderConfiguration:
+    """Return a copy of the loader configuration, changed by separate arguments of ``Accelerator``.
+
+    Args:
+        config: the argument ``dataloader_config``; None: the defaults.
+        **given: fields of the configuration that were passed as arguments of their own, such as
+            ``split_batches``. They override ``config`` unless they are None.
+    """
+    _check_type("dataloader_config", config, DataLoaderConfiguration)
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(config or DataLoaderConfiguration(), **fields)
+
+
+def _check_type(name: str, given: object, expected: type) -> None:
+    if given is not None and not isinstance(given, expected):
+        raise ConfigError(
+            f"{name} is a {type(given).__name__}: expected a {expected.__name__}, or None"
+        )
+
+
+def _refuse_unbuilt(others: dict[str, Any]) -> None:
+    """Refuse further keyword arguments of ``Accelerator`` that are unknown or not supported.
+
+    Args:
+        others: the arguments by name. Those of a strategy's plugin are accepted. Accelerate's
+            unsupported ones are accepted only with the values None and "no", which request nothing.
+    """
+    for name, value in others.items():
+        if name in PLUGIN_ARGUMENTS:
+            continue
+        if name not in _UNBUILT:
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value not in _NOTHING:
+            shown = repr(value) if isinstance(value, str) else "..."
+            raise ConfigError(f"Accelerator({name}={shown}): {_UNBUILT[name]}. Leave it out.")
+
+
+def _check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
+    """Check names of random states ("torch", "generator", "cuda", ...); return them as strings."""
+    if isinstance(given, str):
+        raise ConfigError(
+            f'rng_types={given!r}: expected a list of names, such as ["torch", "generator"]'
+        )
+    names = tuple(str(getattr(kind, "value", kind)) for kind in given)
+    known = ["torch", "generator"] + [device.type] * (device.type != "cpu")
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"rng_types={list(names)} has {name!r}, and this rank, on {device}, has the "
+                f"random numbers {', '.join(map(repr, known))}: leave it out"
+            )
+    return names
+
+
+def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
+    """Check the ``kwargs_handlers``, and return them as a list."""
+    if not isinstance(handlers, Iterable):
+        raise ConfigError(
+            f"kwargs_handlers is a {type(handlers).__name__}: expected a list, such as "
+            "kwargs_handlers=[AutocastKwargs(...)]"
+        )
+    checked: list[KwargsHandler] = []
+    for handler in handlers:
+        if not isinstance(handler, _HANDLERS):
+            names = ", ".join(kind.__name__ for kind in _HANDLERS)
+            raise ConfigError(
+                f"kwargs_handlers has a {type(handler).__name__}: expected objects of {names}"
+            )
+        if any(type(other) is type(handler) for other in checked):
+            raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one")
+        checked.append(handler)
+    return checked

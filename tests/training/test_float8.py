@@ -16,7 +16,7 @@ from notebook_accel import (
     ParallelismConfig,
     utils,
 )
-from notebook_accel.training.precision import float8
+from notebook_accel.training import precision as precisions
 from notebook_accel.training.processes import topology
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
@@ -31,7 +31,7 @@ def recipe(**fields: Any) -> utils.AORecipeKwargs:
 
 
 def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "is_installed", lambda _: False)
+    monkeypatch.setattr(precisions, "is_installed", lambda _: False)
     for ask in (
         lambda: Accelerator(**ASKED),
         utils.AORecipeKwargs,
@@ -43,7 +43,7 @@ def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "is_installed", lambda _: True)
+    monkeypatch.setattr(precisions, "is_installed", lambda _: True)
     with pytest.raises(ConfigError, match=r"on cpu: 8-bit products need .*8\.9.*emulate=True"):
         Accelerator(**ASKED, kwargs_handlers=[recipe()])
     with pytest.raises(ConfigError, match="enable_fsdp_float8_all_gather=True is not supported"):
@@ -58,7 +58,7 @@ def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_other_code_computes_as_the_emulating_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "is_installed", lambda _: True)
+    monkeypatch.setattr(precisions, "is_installed", lambda _: True)
     given = recipe(emulate=True)
     accelerator = Accelerator(**ASKED, kwargs_handlers=[given])
     assert accelerator.has_fp8_handler

@@ -46,8 +46,8 @@ from notebook_accel import (
     utils,
 )
 from notebook_accel.training.settings.parallelism import fit_sizes
-from notebook_accel.training.strategies import fsdp
-from notebook_accel.training.strategies.fsdp import checkpoint_activations, choose_modules, units
+from notebook_accel.training.strategies import mesh
+from notebook_accel.training.strategies.mesh import checkpoint_activations, choose_modules, units
 from tests.training.single import fresh_rank  # noqa: F401
 
 Plugin = FullyShardedDataParallelPlugin
@@ -306,7 +306,7 @@ def test_what_is_kept_of_activations(offload: bool, monkeypatch: pytest.MonkeyPa
             pack = self.pack_hook
             self.pack_hook = lambda value: kept.append(tuple(value.shape)) or pack(value)
 
-    monkeypatch.setattr(fsdp, "save_on_cpu", Seen)
+    monkeypatch.setattr(mesh, "save_on_cpu", Seen)
     plugin = Plugin(activation_checkpointing=True, activation_checkpointing_offload=offload)
     torch.manual_seed(0)
     model = nn.Sequential(Counting(2, 3), Counting(3, 2))

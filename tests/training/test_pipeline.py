@@ -16,7 +16,7 @@ from torch import nn
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
 from notebook_accel.config.checks import too_old_torch
 from notebook_accel.training.models import has_parts
-from notebook_accel.training.strategies.stages import balance
+from notebook_accel.training.strategies.pipeline import balance
 from tests.training.harness import run_ranks, skip_unless_it_runs, with_long_ones
 from tests.training.meshes import (
     BY_RANK,

@@ -44,8 +44,7 @@ from notebook_accel.training.stepping.optimizer import (
     UnpreparedWatch,
     inner_optimizer,
 )
-from notebook_accel.training.strategies.base import Strategy
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall
+from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Strategy
 
 # Packages whose objects torch cannot train: passing them through would fail much later.
 _FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}

@@ -1,6 +1,6 @@
 """The table of strategies (kinds of parallelism), and the plugins by which users choose them.
 
-A :class:`~notebook_accel.training.strategies.strategy_request.Request` holds the user's plugins and
+A :class:`~notebook_accel.training.strategies.base.Request` holds the user's plugins and
 settings and the number of ranks. ``STRATEGIES`` has a condition for each strategy;
 :func:`make_strategy` takes the first strategy whose condition holds for the request.
 
@@ -20,9 +20,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import StrategyPlugin
 from notebook_accel.training.settings.parallelism import ParallelismConfig
-from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request, Strategy
 from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 __all__ = [
     "PLUGIN_ARGUMENTS",

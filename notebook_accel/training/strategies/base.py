@@ -20,8 +20,9 @@ which takes a second, only where there are such weights.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -39,23 +40,81 @@ from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.files import Format
 from notebook_accel.training.models import has_parts, set_within, weights_of
-from notebook_accel.training.precision import LossScaling
+from notebook_accel.training.precision import LossScaling, Precision
 from notebook_accel.training.processes import devices
-from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.processes.topology import Topology
+from notebook_accel.training.settings.handlers import (
+    DataLoaderConfiguration,
+    DistributedType,
+    KwargsHandler,
+)
 from notebook_accel.training.settings.parallelism import ParallelismConfig
+from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import measure_steps, step_timer
-from notebook_accel.training.strategies.compiling import compile_model
-from notebook_accel.training.strategies.strategy_request import (
-    LossFunction,
-    ModelToPrepare,
-    PrepareCall,
-    Request,
-    call_model,
-)
+from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, compile_model
 
 if TYPE_CHECKING:
     from notebook_accel.training.strategies.context import SequenceDivider
+
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""From outputs and targets to the loss, as ``forward_backward`` takes it."""
+
+
+@dataclass(kw_only=True)
+class Request:
+    """The settings of one ``Accelerator``, by which its strategy is chosen and made."""
+
+    topology: Topology
+    precision: Precision
+    handlers: list[KwargsHandler]
+    plugins: Mapping[str, Any]
+    """The plugins in use, by the arguments of ``Accelerator``: ``plugins["fsdp_plugin"]``."""
+    dynamo: TorchDynamoPlugin
+    accumulation: Accumulation
+    """The windows, for a strategy whose library exchanges gradients by them."""
+    loaders: DataLoaderConfiguration
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: tuple[str, ...] | None
+
+    @property
+    def mesh_dims(self) -> set[str]:
+        """The dimensions with several ranks that ``parallelism_config`` asks for."""
+        asked = self.plugins.get("parallelism_config")
+        return set() if asked is None else set(asked.active_mesh_dims)
+
+
+@dataclass
+class ModelToPrepare:
+    """A model that was passed to ``prepare``, and how it is to be prepared."""
+
+    model: Module
+    training: bool = True
+    """False for a model that is only evaluated."""
+    device: torch.device | None = None
+    """Where to put it; None leaves it where it is."""
+
+
+@dataclass
+class PrepareCall:
+    """All objects of one ``prepare`` call; DeepSpeed needs them together."""
+
+    models: list[Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    schedule_steps: int = 1
+    """By how much a schedule moves with a step of its optimizer."""
+    batch_sizes: list[int] = field(default_factory=list)
+    """Samples of a rank's batch, for each loader that knows its batch size."""
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call ``model`` with a batch: one argument, a tuple of arguments, or a mapping of keywords."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def dtensors_of(tensors: Iterable[Any]) -> ModuleType | None:
@@ -71,26 +130,28 @@ def sharded(**given: Any) -> Format:
 
 
 class SpreadScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` for optimizers with plain gradients, sharded gradients, or both."""
-
-
-class AgreeingScaler(SpreadScaler):
-    """A ``GradScaler`` for spread models: if one rank overflows, all ranks skip the step.
+    """A ``GradScaler`` for optimizers with plain gradients, sharded gradients, or both.
 
     Torch's ``GradScaler`` unscales all gradients in one operation, which refuses a mix of plain and
     sharded gradients. It reports an overflow only to the ranks in the mesh of that gradient, so
-    that other ranks would step. Here all ranks take part in each unscaling, even a rank without
-    gradients (a pipeline stage whose weights are frozen), so that all keep the same scale.
+    that other ranks would step.
+
+    Attributes:
+        agrees: whether the strategy spreads models. All ranks then take part in each unscaling,
+            even a rank without gradients (a pipeline stage whose weights are frozen), so that all
+            skip the same steps and keep the same scale.
     """
+
+    agrees = False
 
 
 def _unscale(
-    scaler: object,
+    scaler: SpreadScaler,
     as_torch: Callable[..., dict[torch.device, torch.Tensor]],
     optimizer: Optimizer,
     found_inf: torch.Tensor,
 ) -> dict[torch.device, torch.Tensor]:
-    if isinstance(scaler, AgreeingScaler) or has_parts(weights_of(optimizer)):
+    if scaler.agrees or has_parts(weights_of(optimizer)):
         from notebook_accel.training.strategies import dtensors
 
         return dtensors.unscale_in_parts(as_torch, optimizer, found_inf)
@@ -121,7 +182,6 @@ class Strategy:
     mesh: DeviceMesh | None = None
     is_engine: bool = False
     parallelism: ParallelismConfig | None = None
-    kind_of_scaler: type[SpreadScaler] = SpreadScaler
     scaling: LossScaling | None = None
     sequences: SequenceDivider | None = None
     spreads_weights: bool = False
@@ -133,7 +193,7 @@ class Strategy:
         self.precision = request.precision
         self.accumulation = request.accumulation
         self.parallelism = request.plugins.get("parallelism_config")
-        self.scale_by(request.precision.make_scaler(self.kind_of_scaler))
+        self.scale_by(request.precision.make_scaler(SpreadScaler))
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
@@ -175,16 +235,16 @@ class Strategy:
     def _reducing(self, model: Any, enabled: bool) -> Iterator[None]:
         """Turn gradient reduction in a sharded model's backward on or off in a ``with`` block."""
         before = self._reduces.get(model, True)
-        self._set_reducing(model, enabled)
+        if enabled == before:  # to set it, torch walks over every module
+            yield
+            return
         try:
+            self._reduces[model] = enabled
+            model.set_requires_gradient_sync(enabled)
             yield
         finally:
-            self._set_reducing(model, before)
-
-    def _set_reducing(self, model: Any, enabled: bool) -> None:
-        if self._reduces.get(model, True) != enabled:  # to set it, torch walks over every module
-            model.set_requires_gradient_sync(enabled)
-            self._reduces[model] = enabled
+            self._reduces[model] = before
+            model.set_requires_gradient_sync(before)
 
     # What ``prepare`` asks besides.
 
@@ -261,9 +321,9 @@ class Strategy:
         weights = list(parameters)
         if (dtensors := dtensors_of(weights)) is None:
             return torch.nn.utils.clip_grad_norm_(weights, max_norm, norm_type=norm_type)
-        norm: torch.Tensor = dtensors.clip_grad_norm(
-            weights, max_norm, norm_type, self.topology.device
-        )
+        weights = [weight for weight in weights if weight.grad is not None]
+        norm: torch.Tensor = dtensors.total_grad_norm(weights, norm_type, self.topology.device)
+        dtensors.scale_grads(weights, max_norm, norm)
         return norm
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -283,8 +343,7 @@ class Strategy:
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off."""
-        agrees = issubclass(self.kind_of_scaler, AgreeingScaler)
-        expected = AgreeingScaler if agrees else torch.amp.GradScaler
+        expected = SpreadScaler if self.spreads_weights else torch.amp.GradScaler
         if scaler is not None and not isinstance(scaler, expected):
             raise ConfigError(
                 f"accelerator.scaler is set to a {type(scaler).__name__}: expected None or a "
@@ -294,7 +353,10 @@ class Strategy:
         # The property brings the scaler up to date with the last step first.
         before = None if self.scaling is None else self.scaling.scaler
         if scaler is not before:
+            agrees = self.spreads_weights
             self.scaling = None if scaler is None else LossScaling(scaler, agrees=agrees)
+            if isinstance(scaler, SpreadScaler):
+                scaler.agrees = agrees
 
     # What checkpoints ask.
 

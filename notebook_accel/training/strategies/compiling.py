@@ -105,21 +105,6 @@ class TorchDynamoPlugin(KwargsHandler):
         return {name: given[name] for name, value in plain.items() if given[name] != value}
 
 
-def resolve_dynamo(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
-    """Return the settings of ``torch.compile``: arguments of ``Accelerator``, else environment.
-
-    Args:
-        plugin: the argument ``dynamo_plugin``; None if it was not given.
-        backend: the argument ``dynamo_backend``; None if it was not given.
-    """
-    if plugin is not None and backend is not None:
-        raise ConfigError(
-            f"Accelerator got dynamo_plugin and dynamo_backend={str(backend)!r}: give one of them "
-            "(a plugin has the backend among its fields)"
-        )
-    return plugin or TorchDynamoPlugin(backend=backend)
-
-
 def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:
     """Return the model compiled with the plugin's settings, as a whole or block by block.
 

@@ -18,8 +18,7 @@ from notebook_accel.training.processes.topology import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.strategies.base import Strategy
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
+from notebook_accel.training.strategies.base import ModelToPrepare, Request, Strategy
 
 
 class DDPStrategy(Strategy):

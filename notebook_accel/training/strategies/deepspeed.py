@@ -49,13 +49,17 @@ from notebook_accel.training.stepping.optimizer import (
     shares_parameters,
 )
 from notebook_accel.training.stepping.step_timer import step_timer
-from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.base import (
+    ModelToPrepare,
+    PrepareCall,
+    Request,
+    Strategy,
+)
 from notebook_accel.training.strategies.deepspeed_plugin import (
     DummyOptim,
     DummyScheduler,
     complete,
 )
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, PrepareCall, Request
 
 _GROUP = "process group that DeepSpeed knows"
 

@@ -35,13 +35,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.config.deepspeed_options import DeepSpeedOptions
-from notebook_accel.config.setting import Setting, documented, settings_of
+from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.handlers import StrategyPlugin
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.strategies.strategy_request import PrepareCall, Request
+from notebook_accel.training.strategies.base import PrepareCall, Request
 
 AUTO = "auto"
 
@@ -306,7 +306,13 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
                 continue
             value = there
             if is_open(value):
-                value = _from_environment(name, option)
+                variable = option.variable_set(os.environ)
+                is_auto = variable is not None and os.environ[variable].strip() == AUTO
+                # Its variable is the Accelerator's, whose argument goes before it.
+                if is_auto or name == "gradient_accumulation_steps":
+                    value = AUTO
+                else:
+                    value = option.from_environment()
                 if there is not None:
                     self.hf_ds_config.set_value(option.entry, value)
             setattr(self, name, value)
@@ -470,15 +476,6 @@ def _configuration_of(given: Any) -> HfDeepSpeedConfig:
             '"zero_optimization": {"stage": 2}'
         )
     return config
-
-
-def _from_environment(name: str, option: Setting) -> Any:
-    # Its variable is the Accelerator's, whose argument goes before it.
-    if name == "gradient_accumulation_steps":
-        return AUTO
-    variable = option.variable_set(os.environ)
-    is_auto = variable is not None and os.environ[variable].strip() == AUTO
-    return AUTO if is_auto else option.from_environment()
 
 
 _ZERO = "zero_optimization."

@@ -58,16 +58,6 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     turn_off_foreach_where_mixed(optimizer)
 
 
-def clip_grad_norm(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
-) -> torch.Tensor:
-    """Clip the norm over all meshes, in place; return the norm before. All ranks call it."""
-    weights = [weight for weight in parameters if weight.grad is not None]
-    total = total_grad_norm(weights, norm_type, device)
-    scale_grads(weights, max_norm, total)
-    return total
-
-
 def total_grad_norm(
     weights: Iterable[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
@@ -118,18 +108,18 @@ def _divide_weights(module: Module, state: dict[str, Any], prefix: str, *_: Any)
             state[prefix + name] = like(given, weight)
 
 
-def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
-    """Put new weights for old into an optimizer, and keep their state; None removes a weight."""
+def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put new weights for old into an optimizer, and keep their state, if they have elements."""
     for group in optimizer.param_groups:
         old = list(group["params"])
         new = [replaced.get(weight, weight) for weight in old]
         # In place: an optimizer may hold the list itself (LBFGS does).
-        group["params"][:] = [weight for weight in new if weight is not None]
+        group["params"][:] = new
         for before, after in zip(old, new, strict=True):
             if after is before or before not in optimizer.state:
                 continue
             state = optimizer.state.pop(before)
-            if after is not None:
+            if after.numel():
                 optimizer.state[after] = with_parts(state, after)
     turn_off_foreach_where_mixed(optimizer)
 

@@ -8,36 +8,79 @@ tensor parallelism, which communicates most::
                                                     1: [ rank 2, rank 3 ]
 
 Ranks of one column read different samples and hold different shards. Ranks of one row read the same
-samples and compute parts of the same layers. ``parallelize`` has the steps by which a model is
-sharded and divided over the mesh.
+samples and compute parts of the same layers.
+
+A model is spread over the mesh in steps whose order matters (``_spread_model``). It is
+torchtitan's: pipeline, tensor, activation checkpointing, compile, then data.
+
+1. Initialize: weights on the meta device get memory and values, and all ranks get rank 0's weights.
+   With sharding alone, this is done module by module within step 6, so that a device never needs
+   memory for the full model. In a pipeline, with tensor parallelism or with modules that sharding
+   ignores, the full model is initialized on the CPU.
+2. Pipeline: each rank keeps the blocks of its stages. Later steps see these alone.
+3. Tensor parallelism: the layers named by the plan are divided over the ranks of the mesh
+   dimension "tp".
+4. Activation checkpointing: around blocks, so that it contains the divided layers.
+5. Compile: the whole model, including its activation checkpointing. If the user asked for
+   ``use_regional_compilation``, each repeated block is compiled instead, inside of its activation
+   checkpointing. In a pipeline, always each block: a stage ends the model's forward by an
+   exception, which a compiled graph cannot contain.
+6. Data: weights are sharded over the ranks that read different samples, or (context parallelism)
+   different parts of sequences.
+
+   - Without a pipeline, the whole model is sharded, except modules that the plugin ignores. The
+     gradients of these modules are averaged by hooks in each backward.
+   - In a pipeline, each block is sharded on its own, since a stage ends in the middle of the
+     model's forward. Weights outside of the blocks stay whole, as does a block that shares a weight
+     with another module; without ``dp_shard_size`` all weights stay whole. The gradients of whole
+     weights are averaged once, after the batch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_torch
+from notebook_accel.training import collectives
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.models import has_parts, weights_of
+from notebook_accel.training.models import (
+    ReplacedForward,
+    has_parts,
+    retie_parameters,
+    tied_names,
+    weights_of,
+)
 from notebook_accel.training.processes.topology import note_mesh
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_sizes
-from notebook_accel.training.strategies import dtensors, parallelize
-from notebook_accel.training.strategies.base import AgreeingScaler, Strategy
-from notebook_accel.training.strategies.context import SequenceDivider
-from notebook_accel.training.strategies.strategy_request import (
+from notebook_accel.training.strategies import context, dtensors, tensor
+from notebook_accel.training.strategies.base import (
     LossFunction,
     ModelToPrepare,
     Request,
+    Strategy,
 )
+from notebook_accel.training.strategies.compiling import compile_in_place
+from notebook_accel.training.strategies.dtensors import local_part
 
 # What views call the dimensions of a mesh.
 _LABELS = {"pp": "PP", "dp_replicate": "replicas", "cp": "CP", "tp": "TP"}
@@ -47,7 +90,6 @@ class MeshParallel(Strategy):
     """Strategy for sharded weights and tensor parallelism over one mesh."""
 
     spreads_weights = True
-    kind_of_scaler = AgreeingScaler
     parallelism: ParallelismConfig
 
     def __init__(self, request: Request) -> None:
@@ -78,7 +120,7 @@ class MeshParallel(Strategy):
             asked.device_mesh = self.mesh
         if sizes.cp_enabled:
             exchange = sizes.cp_handler.cp_comm_strategy
-            self.sequences = SequenceDivider(
+            self.sequences = context.SequenceDivider(
                 self.mesh["cp"], device=self.topology.device, exchange=exchange
             )
         here = self.topology.process_index
@@ -126,7 +168,7 @@ class MeshParallel(Strategy):
             for part in model.modules()
             for name, weight in part.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        parallelize.parallelize(model, self.mesh, self.parallelism, self.plugin, self.request)
+        self._spread_model(model)
         for part, name, held in before:
             new, weight = getattr(part, name), held()
             if weight is not None and new is not weight:
@@ -134,6 +176,97 @@ class MeshParallel(Strategy):
                     raise shared_weight(model, name)
                 self._replaced[weight] = new
         return model
+
+    def _spread_model(self, model: Module) -> None:
+        """Shard and divide a model over the mesh, in place; all ranks call it.
+
+        Every rank has it in full, on any device, or divided over the mesh dimension "tp" already.
+        """
+        assert self.mesh is not None
+        mesh, parallelism, plugin = self.mesh, self.parallelism, self.plugin
+        device, dtype = self.topology.device, self.precision.dtype
+        dimensions = mesh.mesh_dim_names or ()
+        # One dimension shards; of two, the first replicates what the second shards. A weight is
+        # sharded over "dp_shard" and "cp" as over one.
+        shards = [name for name in ("dp_shard", "cp") if name in dimensions]
+        replicas = [name for name in ("dp_replicate",) if name in dimensions]
+        data = (*replicas, *(["dp_shard_cp"] if len(shards) > 1 else shards))
+        data = () if parallelism.pp_enabled and not parallelism.dp_shard_enabled else data
+        # Found now: the plugin names the modules to ignore, and names change once a stage has
+        # dropped blocks.
+        ignored = plugin.ignored_parts(model) if data else []
+        stored = dtype if data else None
+        make_ready = partial(_make_ready, device=device, plugin=plugin, dtype=stored)
+        # Every rank decides alike, even if only some have read the weights: all broadcast in one
+        # order. It may wait for step 6 where the steps between take weights as they are, and no
+        # weight is in both a unit and an ignored module.
+        is_ready = "pp" in dimensions or "tp" in dimensions or bool(ignored)
+        if is_ready:
+            make_ready(model, home=torch.device("cpu"))
+        own_blocks = self.cut(model)
+        if "tp" in dimensions:
+            tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
+        chosen = choose_modules(model, plugin)
+        if plugin.activation_checkpointing:
+            checkpoint_activations(chosen, plugin)
+        compile_in_place(model, self.request.dynamo, own_blocks)
+        if "cp" in dimensions:
+            context.fit_decoder(model)
+        kept_whole = {weight for part in ignored for weight in part.parameters()}
+        for unit, inside in units(model, chosen, own_blocks) if data else ():
+            self._shard(unit, inside, mesh[data], kept_whole, None if is_ready else make_ready)
+        for values in (*model.parameters(), *model.buffers()):
+            if not has_parts([values]):  # before a hook has noted where a weight lies
+                values.data = values.data.to(device)
+        if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
+            # Not mesh["dp_cp"], by which torch warns.
+            everyone = of_torch.flatten_mesh(mesh[tuple(parallelism.dp_cp_dim_names)], "dp_cp")
+            average_gradients(kept_whole, everyone.get_group())
+        # The blocks of a pipeline's stage run forward for several micro-batches first.
+        if data and not own_blocks and plugin.reshard_after_forward:
+            model.register_forward_pre_hook(keep_root_for_backward)
+        dtensors.accept_whole_weights(model)
+
+    def _shard(
+        self,
+        model: Module,
+        chosen: Iterable[Module],
+        mesh: DeviceMesh,
+        ignored: set[Parameter],
+        make_ready: Callable[[Module], None] | None,
+    ) -> None:
+        """Shard the chosen modules and then the model by ``fully_shard``, in place.
+
+        All ranks call it. Every rank has the model's full weights, or their part over another
+        dimension of the mesh (tensor parallelism).
+        """
+        plugin = self.plugin
+        policy = plugin.precision_policy(self.precision.dtype)
+        for part in (*chosen, model):
+            if make_ready is not None:
+                make_ready(part)
+            whole = {weight for weight in part.parameters() if weight.requires_grad}
+            # With an output type on an inner module the next one gets what its weights are not:
+            # "mat1 and mat2 must have the same dtype".
+            fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy if part is model else replace(policy, output_dtype=None),
+                reshard_after_forward=plugin.reshard_after_forward,
+                offload_policy=plugin.offload_policy(self.topology.device),
+                ignored_params=ignored or None,
+            )
+            # The memory of weights that shards have replaced, of which an optimizer may hold some:
+            # else each rank's device would hold the whole model until the last module is sharded.
+            # Frozen ones are left to whoever holds them: another model may use them too.
+            for weight in whole.difference(part.parameters()):
+                if not isinstance(weight, DTensor):
+                    weight.data = weight.data.new_empty(0)
+            del whole
+
+    def cut(self, model: Module) -> list[Module]:
+        """Cut the model into the stages of a pipeline; return this rank's blocks, if it is one."""
+        return []
 
     def _refuse_shared_weights(self, model: Module, others: set[int]) -> None:
         """Refuse a model that shares weights with another prepared model, if they would diverge."""
@@ -204,3 +337,188 @@ def shared_weight(model: Module, name: str) -> ConfigError:
         "without common weights. Prepare one module that has both as parts, and calls them in its "
         "forward"
     )
+
+
+def _make_ready(
+    model: Module,
+    *,
+    device: torch.device,
+    plugin: FullyShardedDataParallelPlugin,
+    dtype: torch.dtype | None,
+    home: torch.device | None = None,
+) -> None:
+    """Initialize a module's weights before it is sharded; all ranks call it.
+
+    Trainable weights of 16 bits become float32, as in Accelerate under FSDP. The optimizer then
+    steps float32 weights, while forward and backward use ``dtype``. In bfloat16 most steps would
+    have no effect: a change smaller than 2**-9 of a weight is rounded away.
+    """
+    fill_empty(model, home or device, plugin)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    found = [weight for weight in trained if weight.dtype.itemsize == 2] if dtype else []
+    for weight in found:
+        weight.data = weight.data.float()
+    if found:
+        notice_once(
+            "weights in full precision",
+            "weights of 16 bits that train are kept and stepped in float32, as mixed precision "
+            f"under FSDP means, and computed with in {str(dtype).removeprefix('torch.')}: "
+            'checkpoints hold float32; mixed_precision="no" steps them as they are',
+        )
+    for values in (*model.parameters(), *model.buffers()) if plugin.sync_module_states else ():
+        if not has_parts([values]):  # rank 0's, as DDP does
+            sent = values.data.to(device)
+            collectives.broadcast(sent)
+            values.data.copy_(sent)
+
+
+def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Allocate weights and buffers that are on the meta device on ``device``; initialize them.
+
+    The plugin's ``param_init_fn`` initializes a module, else its own ``reset_parameters``; with
+    neither, the values are arbitrary. Each rank draws its own random values, which rank 0's may
+    replace afterwards.
+    """
+
+    ties = tied_names(model)
+    empty = [
+        part
+        for part in model.modules()
+        if any(one.is_meta for one in (*part.parameters(False), *part.buffers(False)))
+    ]
+    for part in empty:
+        # Beside empty weights a module may have buffers that were read.
+        for name, weight in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
+            if weight.is_meta:
+                memory = torch.empty_like(weight, device=device)
+                setattr(part, name, Parameter(memory, weight.requires_grad))
+        for name, buffer in [*part.named_buffers(recurse=False, remove_duplicate=False)]:
+            if buffer.is_meta:
+                setattr(part, name, torch.empty_like(buffer, device=device))
+        fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
+        if fill is not None:
+            fill(part)
+    if empty:
+        # Each name of a weight got memory of its own; the first one's is kept.
+        retie_parameters(model, ties)
+
+
+def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
+    """Return the modules that ``fully_shard`` gathers one at a time, inner ones first.
+
+    The plugin's ``auto_wrap_policy`` chooses them. A module with a weight that is tied to a module
+    outside is left out, and its weights are gathered with the model: ``fully_shard`` would replace
+    the weight inside, and silently leave the old one outside.
+    """
+    policy = plugin.wrap_policy(model)
+    if policy is None:
+        return []
+    chosen: list[Module] = []
+    _choose(model, policy, chosen)
+    uses = _count_uses(model)
+    return [
+        part
+        for part in chosen
+        if part is not model
+        # Containers have no forward of their own, before which they could be gathered.
+        and not isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        and all(uses[weight] == count for weight, count in _count_uses(part).items())
+    ]
+
+
+def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -> int:
+    size = sum(weight.numel() for weight in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=size):
+        return 0
+    covered = sum(_choose(child, policy, chosen) for child in module.children())
+    if policy(module=module, recurse=False, nonwrapped_numel=size - covered):
+        chosen.append(module)
+        return size
+    return covered
+
+
+def _count_uses(module: Module) -> Counter[int]:
+    """Return each weight's number of names in ``module`` (2 or more if tied), by its ``id``."""
+    return Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
+
+
+def checkpoint_activations(
+    chosen: Sequence[Module], plugin: FullyShardedDataParallelPlugin
+) -> None:
+    """Turn on activation checkpointing for the chosen modules, in place.
+
+    Backward then computes their forwards again, so that activations take less memory. Each module's
+    forward is replaced, rather than the module wrapped by torch's ``CheckpointWrapper``: a wrapper
+    would change the names of the modules inside, by which PEFT looks up its adapters.
+    """
+    if not chosen:
+        raise ConfigError(
+            "activation_checkpointing=True is for the modules that auto_wrap_policy chooses, and "
+            'it chose none: set auto_wrap_policy="transformer_based_wrap" with '
+            'transformer_cls_names_to_wrap, or "size_based_wrap" with min_num_params'
+        )
+    for part in chosen:
+        offload = bool(plugin.activation_checkpointing_offload)
+        part.__dict__["forward"] = _CheckpointedForward(part, offload=offload)
+
+
+@dataclass(eq=False, repr=False)
+class _CheckpointedForward(ReplacedForward):
+    """A forward whose backward computes it again; with ``offload``, inputs wait on the CPU."""
+
+    offload: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Outside of the checkpoint: what it keeps, its inputs, goes to the host and nothing else.
+        with save_on_cpu(pin_memory=True) if self.offload else nullcontext():
+            return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+
+
+def units(
+    model: Module, chosen: Sequence[Module], blocks: Sequence[Module]
+) -> list[tuple[Module, list[Module]]]:
+    """Return pairs: a module to shard (model or pipeline's block), and those chosen inside."""
+    if not blocks:
+        return [(model, list(chosen))]
+    uses = _count_uses(model)
+    found = []
+    for block in blocks:
+        if all(uses[weight] == count for weight, count in _count_uses(block).items()):
+            inside = {id(part) for part in block.modules()} - {id(block)}
+            found.append((block, [part for part in chosen if id(part) in inside]))
+    return found
+
+
+def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) -> None:
+    """Add hooks that average the gradients of unsharded weights over the ranks in each backward.
+
+    ``fully_shard`` does not touch weights that it ignores: without the hooks, each rank would
+    update them by the gradients of its own samples. With gradient accumulation, each backward
+    averages the earlier sum again, which is harmless: that sum is equal on all ranks already.
+    """
+    size = dist.get_world_size(group)
+
+    def average(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        own = local_part(weight.grad)
+        total = own.contiguous()
+        dist.all_reduce(total, group=group)
+        own.copy_(total / size)
+
+    for weight in weights:
+        # One that is frozen now may be thawed later, and torch takes no hook for it as it is.
+        trains = weight.requires_grad
+        if weight.is_floating_point() or weight.is_complex():
+            weight.requires_grad_(True)
+            weight.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+            weight.requires_grad_(trains)
+
+
+def keep_root_for_backward(model: Any, _: Any) -> None:
+    """Keep the root module's weights gathered after a forward with gradients; else free them.
+
+    The root module's weights are those that no chosen module inside the model has. Backward begins
+    with them, so freeing them would mean gathering them again at once. By default, torch keeps them
+    also after a forward without gradients, and ``parameters()`` would then return full weights.
+    """
+    model.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)

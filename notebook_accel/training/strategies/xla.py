@@ -28,8 +28,7 @@ from notebook_accel.training.precision import LossScaling
 from notebook_accel.training.processes import xla_driver
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.strategies.base import Strategy
-from notebook_accel.training.strategies.strategy_request import ModelToPrepare, Request
+from notebook_accel.training.strategies.base import ModelToPrepare, Request, Strategy
 
 # Steps in a row that compiled, from which on the loop is told. The first compiles twice: the
 # optimizer has its state from the second step on.
