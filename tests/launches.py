@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import launcher
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.view import View
@@ -15,12 +16,25 @@ if TYPE_CHECKING:
     from notebook_accel.launch.launcher import Session
     from notebook_accel.launch.run import Run
 
-__all__ = ["call", "launch", "without_gloo"]
+__all__ = ["call", "launch", "on_cpu", "without_gloo"]
 
 
 def launch(function: Callable[..., Any], args: Sequence[Any] = (), **asked: Any) -> Run:
     """Launch ``function(*args)``; ``asked`` are the other fields of the request."""
     return launcher.launch(LaunchRequest(function=function, args=args, **asked))
+
+
+def on_cpu(
+    function: Callable[..., Any],
+    *args: Any,
+    n: int = 2,
+    grace: float = 10.0,
+    env: Mapping[str, str] | None = None,
+    **asked: Any,
+) -> Run:
+    """Launch ``function(*args)`` on ``n`` ranks without devices."""
+    config = LaunchConfig(num_processes=n, devices="cpu", grace=grace, env=env)
+    return launch(function, args, config=config, **asked)
 
 
 def without_gloo(output: str) -> str:

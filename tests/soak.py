@@ -25,7 +25,6 @@ import psutil
 
 from notebook_accel import WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.view import View
 from tests.launches import launch
 
 __all__ = ["Traces", "look", "soak"]
@@ -91,7 +90,7 @@ def soak(num_launches: int) -> list[str]:
     for number in range(num_launches):
         function = fails if number % 10 == 9 else (small, large)[number % 2]
         with contextlib.suppress(WorkerError):
-            assert launch(function, config=config, view=View())[0] is not None
+            assert launch(function, config=config)[0] is not None
         if number % max(1, num_launches // 10) == 0 and number:
             now = look()
             before = before or now

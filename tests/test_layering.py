@@ -206,29 +206,38 @@ def allowed(importer: str, imported: Import) -> bool:
     return known or _within(target, MAY_IMPORT[layer])
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_layer_imports_only_downwards(path: Path) -> None:
-    name = module_name(path)
-    upwards = [f"line {i.line}: {i.module}" for i in ours(path) if not allowed(name, i)]
-    assert upwards == [], f"{name} may import {sorted(MAY_IMPORT[layer_of(name)])}"
+def test_a_layer_imports_only_downwards() -> None:
+    upwards = [
+        f"{path}:{i.line}: {i.module}"
+        for path in FILES
+        for i in ours(path)
+        if not allowed(module_name(path), i)
+    ]
+    assert upwards == [], "MAY_IMPORT says what each layer may import"
 
 
 def test_every_layer_is_known() -> None:
     assert {layer_of(module) for module in MODULES} <= set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_only_notebook_knows_of_notebooks(path: Path) -> None:
-    if layer_of(module_name(path)) == "notebook":
-        return
-    found = {i.module.split(".")[0] for i in read(path).imports} & ONLY_IN_NOTEBOOK
-    assert found == set()
+def test_only_notebook_knows_of_notebooks() -> None:
+    others = [path for path in FILES if layer_of(module_name(path)) != "notebook"]
+    assert [found for found in imported_by(others) if _within(found[1], ONLY_IN_NOTEBOOK)] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_what_carries_an_engine_is_imported_inside_its_functions(path: Path) -> None:
-    early = [i.module for i in read(path).imports if i.at_import]
-    assert [module for module in early if _within(module, CARRIERS)] == []
+def test_what_carries_an_engine_is_imported_inside_its_functions() -> None:
+    early = imported_by(FILES, at_import=True)
+    assert [found for found in early if _within(found[1], CARRIERS)] == []
+
+
+def imported_by(files: list[Path], at_import: bool = False) -> list[tuple[str, str]]:
+    """Each file, and a module that it imports, when it is imported itself or at all."""
+    return [
+        (module_name(path), i.module)
+        for path in files
+        for i in read(path).imports
+        if i.at_import or not at_import
+    ]
 
 
 def test_nothing_imports_a_door() -> None:
@@ -244,44 +253,35 @@ def test_no_module_has_a_vague_name() -> None:
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     """For types neither, nor in functions: such a circle is a wall that is missing."""
-    graph = {module_name(path): {i.module for i in ours(path)} - {ROOT} for path in FILES}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+    check_order({module_name(path): {i.module for i in ours(path)} - {ROOT} for path in FILES})
 
 
 def test_folders_of_the_launch_do_not_import_each_other_in_a_circle() -> None:
     """Types aside: a view and the state that it draws know each other. Files on top count alone."""
-    graph: dict[str, set[str]] = {}
-    for path in FILES:
-        folder = _folder_of_launch(module_name(path))
-        targets = {_folder_of_launch(i.module) for i in ours(path) if i.at_import}
-        graph.setdefault(folder, set()).update(targets - {folder, ""})
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
-
-
-def _folder_of_launch(module: str) -> str:
-    """``control`` of ``notebook_accel.launch.control.pool``; "" for what is not in ``launch/``."""
-    return module.split(".")[2] if module.startswith(f"{_LAUNCH}.") else ""
-
-
-def _room_of_training(module: str) -> str:
-    """``data`` of ``notebook_accel.training.data.loaders``; the file's own name for a loose one."""
-    parts = module.split(".")
-    return parts[2] if module.startswith(f"{_TRAINING}.") else ""
+    check_rooms(_LAUNCH, at_import=True)
 
 
 def test_rooms_of_the_training_do_not_import_each_other_in_a_circle() -> None:
     """For types neither: whoever reads a room needs only those below it."""
+    check_rooms(_TRAINING, at_import=False)
+
+
+def check_rooms(layer: str, at_import: bool) -> None:
+    """Check that a layer's folders, and its loose files, import each other in no circle."""
+
+    def room_of(module: str) -> str:
+        """``data`` of ``notebook_accel.training.data.loaders``; "" for what is elsewhere."""
+        return module.split(".")[2] if module.startswith(f"{layer}.") else ""
+
     graph: dict[str, set[str]] = {}
     for path in FILES:
-        room = _room_of_training(module_name(path))
-        targets = {_room_of_training(i.module) for i in ours(path)}
+        room = room_of(module_name(path))
+        targets = {room_of(i.module) for i in ours(path) if i.at_import or not at_import}
         graph.setdefault(room, set()).update(targets - {room, ""})
+    check_order(graph)
+
+
+def check_order(graph: dict[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -293,15 +293,15 @@ def test_the_training_has_few_loose_files() -> None:
     assert loose <= {"accelerator", "cell_globals", "fsdp_functions", "local_sgd", "state"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_module_says_what_it_exports_and_stays_readable(path: Path) -> None:
-    source = read(path)
-    assert source.has_docstring, "the first line says what it is for"
-    is_door = path.name == "__init__.py" or "compat" in path.parts
-    is_passed_on = f"from {module_name(path)} import *" in DOORS_TEXT
-    assert is_door or is_passed_on or not source.exported, "a name without an underscore is public"
-    if module_name(path) not in _MAY_BE_LONG:
-        assert source.num_lines <= 900, "a file is one idea"
+def test_a_module_says_what_it_exports_and_stays_readable() -> None:
+    for path in FILES:
+        source, name = read(path), module_name(path)
+        assert source.has_docstring, f"{name}: the first line says what it is for"
+        is_door = path.name == "__init__.py" or "compat" in path.parts
+        is_passed_on = f"from {name} import *" in DOORS_TEXT
+        may_list = is_door or is_passed_on
+        assert may_list or not source.exported, f"{name}: what has no underscore is public"
+        assert source.num_lines <= 900 or name in _MAY_BE_LONG, f"{name}: a file is one idea"
 
 
 def test_no_two_classes_have_one_name() -> None:

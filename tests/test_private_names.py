@@ -110,9 +110,13 @@ def _used(tree: ast.Module, ours: set[str]) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-@pytest.mark.parametrize("path", [path for path in _trees() if not path.startswith("private/")])
-def test_private_names_of_libraries_are_in_their_room_alone(path: str) -> None:
-    found = {f"line {line}: {name}" for name, line in _used(_trees()[path], _defined_here())}
+def test_private_names_of_libraries_are_in_their_room_alone() -> None:
+    found = {
+        f"{path}:{line}: {name}"
+        for path, tree in _trees().items()
+        if not path.startswith("private/")
+        for name, line in _used(tree, _defined_here())
+    }
     assert found == set(), "give it a function in private/, and a check here"
 
 

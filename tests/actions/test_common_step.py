@@ -145,20 +145,12 @@ def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp: bool) -> None
     assert all(same(one["weights"], other["weights"]) for one, other in zip(run, twin, strict=True))
 
 
-def test_stop_ends_a_paused_run_and_a_pause_ends_no_timeout() -> None:
+def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop() -> None:
     run = start(train, 100_000)
     trains(run)
-    run.pause()
-    run.set(lr=0.5)  # waits until it goes on, and the run is stopped before that
-    run.stop()
-    assert [one["events"][-1][1] for one in run.results] == ["stop", "stop"]
-    with pytest.raises(RuntimeError, match="has ended"):
-        run.pause()
-
-
-def test_a_paused_run_answers_at_once_and_is_paused_once() -> None:
-    run = start(train, 100_000)
-    trains(run)
+    for value in ("fast", True, 2.0, float("nan")):
+        with pytest.raises(ConfigError, match="lr"):
+            run.set(lr=value)
     for asked in [call_of(run).act(wire.Action(kind="pause")) for _ in range(2)]:
         asked.result(SOON)
     run.pause()
@@ -169,7 +161,16 @@ def test_a_paused_run_answers_at_once_and_is_paused_once() -> None:
     eventually(lambda: run.state.knobs["lr"].value == 0.5, within=SOON, what="the new rate")
     assert run.status == "running"
     run.save()
+    with pytest.raises(ConfigError, match=r"rate=1.*no such knob; it has lr"):
+        run.set(rate=1)
+    run.set(lr=1)
+    assert run.state.knobs["lr"].value == 1.0
+    run.pause()
+    run.set(lr=0.25)  # waits until it goes on, and the run is stopped before that
     run.stop()
+    assert [one["events"][-1][1] for one in run.results] == ["stop", "stop"]
+    with pytest.raises(RuntimeError, match="has ended"):
+        run.pause()
 
 
 def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,20 +188,6 @@ def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch: pytest.Mon
     with pytest.raises(TimeoutError, match=r"common point within 0.5 s.*should_stop"):
         run.set(lr=1)
     assert run.results == [0.5, 0.5]
-
-
-def test_values_that_do_not_fit_are_refused() -> None:
-    run = start(train, 100_000)
-    trains(run)
-    for value in ("fast", True, 2.0, float("nan")):
-        with pytest.raises(ConfigError, match="lr"):
-            run.set(lr=value)
-    eventually(lambda: all(r.batches for r in run.state.ranks), within=SOON, what="batches")
-    with pytest.raises(ConfigError, match=r"rate=1.*no such knob; it has lr"):
-        run.set(rate=1)
-    run.set(lr=1)
-    assert run.state.knobs["lr"].value == 1.0
-    run.stop()
 
 
 def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path: Path) -> None:

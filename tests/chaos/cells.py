@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from notebook_accel import LaunchError, NotebookAccelError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.template.handle import follow, warm
-from notebook_accel.launch.view import View
 from notebook_accel.wire import ImportItem
 from tests.launches import launch
 
@@ -118,7 +117,7 @@ def _launch(kind: str, num_processes: int, *, block: bool) -> Any:
     config = LaunchConfig(num_processes=num_processes, devices="cpu", grace=1.0)
     # Large enough to travel in a segment of its own.
     weights = torch.zeros(100_000)
-    return launch(KINDS[kind], (weights,), config=config, view=View(), block=block)
+    return launch(KINDS[kind], (weights,), config=config, block=block)
 
 
 def stop() -> str:
@@ -151,7 +150,7 @@ def _how_it_ended(run: Any) -> str:
 def work() -> str:
     """Whether a launch does what it should."""
     try:
-        ones = launch(_brief, (1,), config=_PLAIN, view=View()).results
+        ones = launch(_brief, (1,), config=_PLAIN).results
     except LaunchError as error:
         return f"WRONG: no launch after all that: {error}"
     return "ok" if ones == [2, 2] else f"WRONG: a launch gave {ones}"

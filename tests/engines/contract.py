@@ -335,22 +335,6 @@ class EngineContract:
         assert run.status == "failed"
         assert run.results == [None] * self.world_size
 
-    def test_key_error_while_the_others_sit_in_a_collective(self) -> None:
-        def train(marker: str) -> None:
-            import torch
-            import torch.distributed as dist
-
-            _join_group()
-            if current().rank == 0:
-                Path(marker).touch()
-                raise KeyError("missing")
-            dist.all_reduce(torch.ones(1))
-
-        error, seconds = self.fails(train)
-        assert (error.rank, error.ranks) == (0, [0])
-        assert isinstance(error.__cause__, KeyError)
-        assert seconds < SOON
-
     def test_a_rank_that_waits_for_one_that_has_returned(self) -> None:
         def train(marker: str) -> None:
             import torch.distributed as dist
@@ -416,14 +400,16 @@ class EngineContract:
         assert run.results == ["of rank 0", "of rank 1"]
         assert [row["rank"] for row in run.metrics] == [1]
 
-    @pytest.mark.parametrize("how", ["closes", "writes"])
+    @pytest.mark.parametrize("how", ["closes", "writes", "closes and goes on"])
     def test_a_rank_that_breaks_its_connection(self, how: str) -> None:
         def train(how: str) -> int:
             import socket
 
             if current().rank == 0:
-                if how == "closes":
+                if how.startswith("closes"):
                     os.closerange(3, 1000)
+                if how.endswith("goes on"):
+                    time.sleep(600)
                 for fd in range(3, 100) if how == "writes" else ():
                     with contextlib.suppress(OSError):
                         socket.socket(fileno=os.dup(fd)).send(b"x" * 100_000)
@@ -434,15 +420,6 @@ class EngineContract:
         ) as caught:
             self.launch(train, how)
         assert caught.value.ranks == [0]
-
-    def test_a_rank_that_goes_on_after_it_closed_its_connection(self) -> None:
-        def train() -> None:
-            if _is_last():
-                os.closerange(3, 1000)
-            time.sleep(600)
-
-        with pytest.raises(WorkerError, match=r"rank \d failed: ConnectionError: it closed"):
-            self.launch(train)
 
     @pytest.mark.parametrize("how", ["returns", "raises"])
     def test_a_forked_child_that_comes_back_is_no_rank(self, how: str) -> None:
@@ -722,9 +699,15 @@ class EngineContract:
         assert run.results == [None] * self.world_size
 
     @pytest.mark.parametrize(
-        ("stubborn", "times"), [("swallows everything", 3), ("native code with the GIL", 2)]
+        ("stubborn", "times", "grace"),
+        [
+            ("swallows everything", 3, 10.0),
+            ("native code with the GIL", 2, 10.0),
+            # One goes on by itself after the grace.
+            ("native code with the GIL", 1, 0.3),
+        ],
     )
-    def test_three_interrupts_end_anything(self, stubborn: str, times: int) -> None:
+    def test_interrupts_end_anything(self, stubborn: str, times: int, grace: float) -> None:
         def train(marker: str, stubborn: str) -> None:
             Path(marker).touch()
             if stubborn == "native code with the GIL":
@@ -738,11 +721,12 @@ class EngineContract:
 
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
         with pytest.raises(KeyboardInterrupt), _interrupts_when(marker.exists, times=times):
-            self.launch(train, str(marker), stubborn)
+            self.launch(train, str(marker), stubborn, grace=grace)
 
-    def test_an_interrupt_ends_ranks_whose_agent_is_frozen(self, monkeypatch: Any) -> None:
+    @pytest.mark.parametrize("ends", [KeyboardInterrupt, TimeoutError])
+    def test_ranks_end_whose_agent_is_frozen(self, ends: Any, monkeypatch: Any) -> None:
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
-
+        monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
         above = self.agent_above
 
         def train(marker: str) -> None:
@@ -753,22 +737,11 @@ class EngineContract:
 
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
         began = time.monotonic()
-        with pytest.raises(KeyboardInterrupt), _interrupts_when(marker.exists):
-            self.launch(train, str(marker), grace=0.3)
+        is_pressed = ends is KeyboardInterrupt
+        presses = _interrupts_when(marker.exists) if is_pressed else contextlib.nullcontext()
+        with pytest.raises(ends), presses:
+            self.launch(train, str(marker), grace=0.3, timeout=None if is_pressed else 1.0)
         assert time.monotonic() - began < 3 * BUSY
-
-    def test_the_time_out_ends_ranks_whose_agent_is_frozen(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
-        monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
-
-        above = self.agent_above
-
-        def train() -> None:
-            os.kill(_ancestor(above), signal.SIGSTOP)
-            time.sleep(600)
-
-        with pytest.raises(TimeoutError):
-            self.launch(train, timeout=1.0, grace=0.3)
 
     def test_a_frozen_agent_is_told_and_the_run_goes_on_with_it(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
@@ -787,15 +760,6 @@ class EngineContract:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
         assert run.wait(BUSY).results == ["done"] * self.world_size
-
-    def test_an_interrupt_goes_on_by_itself_after_the_grace(self) -> None:
-        def train(marker: str) -> None:
-            Path(marker).touch()
-            _hold_the_gil()
-
-        marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
-        with pytest.raises(KeyboardInterrupt), _interrupts_when(marker.exists):
-            self.launch(train, str(marker), grace=0.3)
 
     # ---- looking at it ---------------------------------------------------------------------
 
@@ -892,11 +856,11 @@ class EngineContract:
 
         # Old runs go now and then: a kernel may never begin another session.
         monkeypatch.setattr(launcher, "_CALLS_BETWEEN_REMOVALS", 2)
-        one = call(session, first, (7,), view=View())
+        one = call(session, first, (7,))
         for _ in range(60):
             RunFolder.make(remove_old=False)
         before = len(run_folders())
-        two = call(session, second, view=View())
+        two = call(session, second)
         assert len(run_folders()) < before
         size = self.world_size
         assert [found for _, found in one] == [size] * size
@@ -926,34 +890,14 @@ class EngineContract:
 
         last = self.world_size - 1
         sums = [sum(range(1, last + 2))] * self.world_size
-        assert call(session, meet, ("go",), view=View()).results == sums
+        assert call(session, meet, ("go",)).results == sums
         for _ in range(2):
             with pytest.raises(WorkerError) as caught:
-                call(session, meet, ("raise",), view=View())
+                call(session, meet, ("raise",))
             assert (caught.value.rank, caught.value.ranks) == (last, [last])
             assert isinstance(caught.value.__cause__, ValueError)
             assert session.status == "ready"
-            assert call(session, meet, ("go",), view=View()).results == sums
-
-    def test_plain_groups_after_a_call_that_failed(self, session: Session) -> None:
-        def meet(raises: bool) -> float:
-            import torch
-            import torch.distributed as dist
-
-            if not dist.is_initialized():
-                dist.init_process_group("gloo")
-            if raises and dist.get_rank() == 0:
-                raise KeyError("rank 0, whose store the others use")
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            return float(total)
-
-        size = self.world_size
-        assert call(session, meet, (False,), view=View()).results == [size] * size
-        with pytest.raises(WorkerError) as caught:
-            call(session, meet, (True,), view=View())
-        assert caught.value.ranks == [0]
-        assert call(session, meet, (False,), view=View()).results == [size] * size
+            assert call(session, meet, ("go",)).results == sums
 
     @pytest.mark.parametrize(
         "where",
@@ -997,11 +941,11 @@ class EngineContract:
         inside = [tmp_path / str(rank) for rank in range(size)]
         with pytest.raises(KeyboardInterrupt) as caught:  # noqa: SIM117
             with _interrupts_when(lambda: all(path.exists() for path in inside)):
-                call(session, meet, (where, str(tmp_path)), view=View())
+                call(session, meet, (where, str(tmp_path)))
         assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
         assert session.status == "ready"
-        assert call(session, kept, view=View()).results == [5] * size
-        assert call(session, meet, ("go", str(tmp_path)), view=View()).results == [size] * size
+        assert call(session, kept).results == [5] * size
+        assert call(session, meet, ("go", str(tmp_path))).results == [size] * size
 
     @pytest.mark.parametrize("where", ["in the store", "in a collective"])
     def test_ranks_that_wait_for_one_that_failed(self, session: Session, where: str) -> None:
@@ -1022,9 +966,9 @@ class EngineContract:
             return int(accelerator.reduce(torch.tensor(1)))
 
         with pytest.raises(WorkerError) as caught:
-            call(session, meet, (True,), view=View())
+            call(session, meet, (True,))
         assert 1 in caught.value.ranks
-        assert call(session, meet, (False,), view=View()).results == [2, 2]
+        assert call(session, meet, (False,)).results == [2, 2]
 
     def test_a_stop_ends_the_call_and_keeps_the_session(self, session: Session) -> None:
         def loop() -> int:
@@ -1036,27 +980,30 @@ class EngineContract:
             return os.getpid()
 
         for _ in range(2):
-            run = call(session, loop, view=View(), block=False)
+            run = call(session, loop, block=False)
             eventually(lambda run=run: run.state.ranks[0].steps > 3, within=BUSY, what="it runs")  # type: ignore[misc]
             with pytest.raises(LaunchError, match="still in a call"):
-                call(session, loop, view=View())
+                call(session, loop)
             run.stop()
             assert run.wait(BUSY).results == run.pids
             assert run.status == "stopped"
         assert session.status == "ready"
 
     def test_an_interrupt_between_calls_does_nothing(self, session: Session) -> None:
-        pids = call(session, os.getpid, view=View()).results
+        pids = call(session, os.getpid).results
         for pid in pids:
             os.kill(pid, signal.SIGINT)
-        assert call(session, os.getpid, view=View()).results == pids
+        assert call(session, os.getpid).results == pids
 
     def test_a_rank_that_dies_between_calls_is_noticed(self, session: Session) -> None:
-        pids = call(session, os.getpid, view=View()).results
+        pids = call(session, os.getpid).results
+        last = self.world_size - 1
+        assert "most recent call first" in session.stacks(last)
         os.kill(pids[-1], signal.SIGKILL)
         eventually(lambda: session.status in ("broken", "ended"), within=SOON, what="it shows")
+        assert session.stacks(last) == f"rank {last}\nthe rank has ended\n"
         with pytest.raises(LaunchError, match=r"rank \d was killed by SIGKILL.*start them again"):
-            call(session, os.getpid, view=View())
+            call(session, os.getpid)
 
     def test_a_rank_that_dies_in_a_call(self, session: Session) -> None:
         def die() -> None:
@@ -1066,7 +1013,7 @@ class EngineContract:
             _talk_for_ever()
 
         with pytest.raises(WorkerError) as caught:
-            call(session, die, view=View())
+            call(session, die)
         assert (caught.value.rank, caught.value.signal) == (self.world_size - 1, "SIGKILL")
         assert session.status in ("broken", "ended")
 
@@ -1074,14 +1021,14 @@ class EngineContract:
         def hold() -> None:
             _hold_the_gil()
 
-        run = call(session, hold, view=View(), block=False)
+        run = call(session, hold, block=False)
         eventually(lambda: run.status == "running", within=BUSY, what="it runs")
         run.kill()
         with pytest.raises(RunStopped):
             run.wait(BUSY)
         eventually(lambda: session.status == "ended", within=CLEAN, what="its ranks are gone")
         with pytest.raises(LaunchError, match="start them again"):
-            call(session, hold, view=View())
+            call(session, hold)
 
     def test_what_is_asked_of_a_call_that_has_ended_does_nothing(
         self, session: Session, monkeypatch: pytest.MonkeyPatch
@@ -1089,13 +1036,13 @@ class EngineContract:
         """As by somebody who presses Stop at the moment when the call ends."""
         for name in ("_SILENT_SECONDS", "_DEAF_SECONDS", "_IDLE_SECONDS"):
             monkeypatch.setattr(pool, name, 0.2)
-        run = call(session, os.getpid, view=View())
+        run = call(session, os.getpid)
         run.stop()
         run.kill()
         # Longer than the thread of an idle session sleeps, and an agent may be deaf.
         until = time.monotonic() + 1.0
         eventually(lambda: time.monotonic() > until, within=BUSY, what="time passed")
-        assert call(session, os.getpid, view=View()).results == run.pids
+        assert call(session, os.getpid).results == run.pids
 
     @pytest.mark.parametrize("how", ["kill", "close"])
     def test_a_call_whose_session_is_ended_is_stopped(self, session: Session, how: str) -> None:
@@ -1103,7 +1050,7 @@ class EngineContract:
             time.sleep(600)
             return 7
 
-        run = call(session, hold, view=View(), block=False)
+        run = call(session, hold, block=False)
         eventually(lambda: run.status == "running", within=BUSY, what="it runs")
         session.kill() if how == "kill" else session.close(grace=0.1)
         with pytest.raises(RunStopped):
@@ -1130,7 +1077,7 @@ class EngineContract:
 
         session = Session(LaunchRequest(config=self.config(grace=0.5)))
         with pytest.raises(WorkerError):
-            call(session, work, (str(tmp_path / "kept"),), view=View())
+            call(session, work, (str(tmp_path / "kept"),))
         session.close(grace=BUSY)
         assert (tmp_path / "kept").read_text() == "done"
         assert [process.exitcode for process in session.processes] == [0, 0]
@@ -1150,23 +1097,16 @@ class EngineContract:
             builtins.kept = dist.group.WORLD  # type: ignore[attr-defined]
             dist.all_reduce(torch.ones(1))
             if raises and current().rank == 0:
-                raise ValueError("bad batch")
+                raise ValueError("bad batch of rank 0, whose store the others use")
             dist.all_reduce(torch.ones(1))
             return str(current().rank)
 
-        with pytest.raises(WorkerError, match="bad batch"):
-            call(session, meet, (True,), view=View())
+        with pytest.raises(WorkerError, match="bad batch") as caught:
+            call(session, meet, (True,))
+        assert caught.value.ranks == [0]
         assert session.status == "ready"
         numbers = [str(rank) for rank in range(self.world_size)]
-        assert call(session, meet, (False,), view=View()).results == numbers
-
-    def test_stacks_of_a_rank_that_has_died(self, session: Session) -> None:
-        pids = call(session, os.getpid, view=View()).results
-        last = self.world_size - 1
-        assert "most recent call first" in session.stacks(last)
-        os.kill(pids[-1], signal.SIGKILL)
-        eventually(lambda: session.status in ("broken", "ended"), within=SOON, what="it shows")
-        assert session.stacks(last) == f"rank {last}\nthe rank has ended\n"
+        assert call(session, meet, (False,)).results == numbers
 
     def test_an_interrupt_while_a_session_starts_leaves_nobody(
         self, monkeypatch: pytest.MonkeyPatch
@@ -1247,23 +1187,20 @@ class EngineContract:
         # The template, and for each an agent, its ranks and what these started.
         assert len(ours) >= 1 + 2 * (1 + 2 * self.world_size)
 
-    def test_a_stopped_template_is_replaced(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(handle, "_FORK_SECONDS", 2.0)
+    @pytest.mark.parametrize("dies", [False, True], ids=["stops", "dies"])
+    def test_a_template_that_stops_or_dies_while_forking_is_replaced(
+        self, dies: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         source = template()
         source.wait_until_ready()
         os.kill(source.pid, signal.SIGSTOP)
+        if dies:
+            threading.Timer(0.2, lambda: os.kill(source.pid, signal.SIGKILL)).start()
+        else:
+            monkeypatch.setattr(handle, "_FORK_SECONDS", 2.0)
         assert self.launch(lambda: 1).results == [1] * self.world_size
         assert template().pid != source.pid
         assert gone([source.pid])
-
-    def test_a_template_that_dies_while_forking_is_replaced(self) -> None:
-        source = template()
-        source.wait_until_ready()
-        os.kill(source.pid, signal.SIGSTOP)
-        killer = threading.Timer(0.2, lambda: os.kill(source.pid, signal.SIGKILL))
-        killer.start()
-        assert self.launch(lambda: 1).results == [1] * self.world_size
-        assert template().pid != source.pid
 
 
 _KERNEL = """

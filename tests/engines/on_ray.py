@@ -83,8 +83,7 @@ class TestRay(EngineContract):
     local_world_size = 1_000_000
 
     # What the template or one rank does by itself is the same behind any number of agents.
-    test_a_stopped_template_is_replaced = None
-    test_a_template_that_dies_while_forking_is_replaced = None
+    test_a_template_that_stops_or_dies_while_forking_is_replaced = None
     test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one = None
     test_what_is_left_to_do_after_the_return_is_bounded = None
     test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own = None

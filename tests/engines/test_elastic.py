@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import secrets
 import signal
 import socket
 import ssl
@@ -27,6 +28,7 @@ from notebook_accel.launch.control import pool
 from notebook_accel.launch.engines import machines
 from notebook_accel.launch.engines.elastic import join
 from notebook_accel.launch.template import handle
+from notebook_accel.launch.transport.machine_link import Token
 from notebook_accel.launch.view import View
 from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
@@ -53,8 +55,7 @@ class TestElastic(EngineContract):
     local_world_size = 1
 
     # What the template or one rank does by itself is the same behind any number of agents.
-    test_a_stopped_template_is_replaced = None
-    test_a_template_that_dies_while_forking_is_replaced = None
+    test_a_template_that_stops_or_dies_while_forking_is_replaced = None
     test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one = None
     test_what_is_left_to_do_after_the_return_is_bounded = None
     test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own = None
@@ -189,34 +190,19 @@ def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
 
 
-def on_two(function: Any, *args: Any, other: OtherMachine, **options: Any) -> Run:
-    settings = {name: options.pop(name) for name in ("max_restarts",) if name in options}
-    config = LaunchConfig(
-        num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1", **settings
-    )
-    return launch(function, args, config=config, view=Waits(other.join), **options)
+def two_machines(**settings: Any) -> LaunchConfig:
+    at = {"master_addr": "127.0.0.1", **settings}
+    return LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", **at)
+
+
+def on_two(
+    function: Any, *args: Any, other: OtherMachine, block: bool = True, **settings: Any
+) -> Run:
+    view = Waits(other.join)
+    return launch(function, args, config=two_machines(**settings), view=view, block=block)
 
 
 # ---- a machine is a process of its own -----------------------------------------------------
-
-
-def test_a_machine_that_joins_by_itself(other: OtherMachine) -> None:
-    def train() -> tuple[float, int]:
-        import torch.distributed as dist
-
-        _join_group()
-        total = torch.tensor(float(os.environ["RANK"]))
-        dist.all_reduce(total)
-        print("rank", os.environ["RANK"])
-        return float(total), os.getppid()
-
-    run = on_two(train, other=other)
-    (total, one), (other_total, two) = run
-    assert (total, other_total) == (1.0, 1.0)
-    assert one != two
-    assert without_gloo(run.logs()) == "[rank 0] rank 0\n[rank 1] rank 1\n"
-    assert other.process is not None
-    assert other.process.wait(BUSY) == 0
 
 
 def test_each_machine_imports_once_what_the_notebook_has_imported(
@@ -251,10 +237,7 @@ def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
         assert address == f"127.0.0.1:{port}"
         other.run([sys.executable, "-c", cell, address, token])
 
-    config = LaunchConfig(
-        num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1", use_port=port
-    )
-    run = launch(os.getppid, config=config, view=Waits(run_cell))
+    run = launch(os.getppid, config=two_machines(use_port=port), view=Waits(run_cell))
     assert run[0] != run[1]
     assert other.process is not None
     assert other.process.communicate(timeout=BUSY)[0] == "None\n"
@@ -273,8 +256,8 @@ def test_the_handle_comes_before_the_machines(
         assert found is not None
         return found[2], found[1]
 
-    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
-    stopped = launch(train, config=config, view=View(), block=False)
+    config = two_machines()
+    stopped = launch(train, config=config, block=False)
     assert (stopped.status, stopped.world_size) == ("starting", 2)
     address, token = command(stopped)
     with pytest.raises(RuntimeError, match="save: no rank runs yet"):
@@ -285,11 +268,11 @@ def test_the_handle_comes_before_the_machines(
     with pytest.raises(LaunchError, match="no notebook waits"):
         join(address, token, tell=lambda _: None)
 
-    late = launch(train, config=config, view=View(), block=False, timeout=0.5)
+    late = launch(train, config=config, block=False, timeout=0.5)
     with pytest.raises(TimeoutError):
         late.wait(BUSY)
 
-    run = launch(train, config=config, view=View(), block=False)
+    run = launch(train, config=config, block=False)
     other.join(*command(run))
     assert run.wait(BUSY).results == ["2", "2"]
     assert "TOKEN" not in "".join(run.state.notices)
@@ -297,7 +280,7 @@ def test_the_handle_comes_before_the_machines(
     assert other.process.wait(BUSY) == 0
 
     monkeypatch.setattr("notebook_accel.launch.engines.elastic._JOIN_SECONDS", 0.3)
-    alone = launch(train, config=config, view=View(), block=False)
+    alone = launch(train, config=config, block=False)
     with pytest.raises(LaunchError, match=r"1 of 2 machines were there after 0\.3 s"):
         alone.wait(BUSY)
     assert alone.status == "failed"
@@ -327,17 +310,6 @@ def test_a_notebook_shows_the_command_until_the_machines_have_joined(other: Othe
         assert notebook.kernel.listen_until(
             lambda: "TOKEN" not in str(notebook.kernel.displays), seconds=BUSY
         )
-
-
-def test_a_machine_says_whether_the_run_failed(other: OtherMachine) -> None:
-    def train() -> None:
-        raise ValueError("bad batch")
-
-    with pytest.raises(WorkerError, match="bad batch"):
-        on_two(train, other=other)
-    assert other.process is not None
-    assert "the run has failed: the notebook says why" in other.process.communicate(timeout=BUSY)[1]
-    assert other.process.returncode == 1
 
 
 KERNEL = """
@@ -428,41 +400,34 @@ def test_an_agent_that_is_killed_leaves_no_file(other: OtherMachine, files_of_ot
     eventually(lambda: not files_left(files_of_other), within=BUSY, what="it keeps nothing")
 
 
-def test_a_stop_ends_both_sides(other: OtherMachine) -> None:
-    def train() -> int:
+def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other: OtherMachine) -> None:
+    def train() -> tuple[float, int]:
+        import torch.distributed as dist
+
         from notebook_accel.rank import this_rank
 
+        _join_group()
+        total = torch.tensor(float(os.environ["RANK"]))
+        dist.all_reduce(total)
+        print("rank", os.environ["RANK"])
         while not this_rank.current().should_stop():
             this_rank.current().count_step()
             time.sleep(0.001)
-        return this_rank.current().rank
+        return float(total), os.getppid()
 
     run = on_two(train, other=other, block=False)
     # A rank that has counted nothing yet gets one second: on a busy machine it may come later.
     eventually(lambda: all(one.steps for one in run.state.ranks), within=BUSY, what="all run")
-    run.stop()
-    assert run.wait(BUSY).results == [0, 1]
-    assert other.process is not None
-    assert other.process.wait(BUSY) == 0
-
-
-def test_a_machine_whose_process_is_held_up_is_not_lost(other: OtherMachine) -> None:
-    def train() -> int:
-        from notebook_accel.rank import this_rank
-
-        while not this_rank.current().should_stop():
-            this_rank.current().count_step()
-            time.sleep(0.001)
-        return this_rank.current().rank
-
-    run = on_two(train, other=other, block=False)
-    eventually(lambda: run.status == "running", within=BUSY, what="it runs")
     assert other.process is not None
     other.process.send_signal(signal.SIGSTOP)
     time.sleep(8)
     other.process.send_signal(signal.SIGCONT)
     run.stop()
-    assert run.wait(BUSY).results == [0, 1]
+    (total, one), (other_total, two) = run.wait(BUSY)
+    assert (total, other_total) == (1.0, 1.0)
+    assert one != two
+    assert without_gloo(run.logs()) == "[rank 0] rank 0\n[rank 1] rank 1\n"
+    assert other.process.wait(BUSY) == 0
 
 
 # ---- restarts ------------------------------------------------------------------------------
@@ -506,29 +471,17 @@ def test_a_machine_whose_rank_ends_long_before_the_others_stays(other: OtherMach
     assert run.results == ["1", "1"]
 
 
-def test_restarts_come_to_an_end() -> None:
+def test_restarts_come_to_an_end_and_a_machine_says_that_the_run_failed(
+    other: OtherMachine,
+) -> None:
     def train() -> None:
         raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-    config = LaunchConfig(num_processes=2, devices="cpu", max_restarts=2)
-    assert config.engine == "elastic"
-    with pytest.raises(WorkerError, match="ValueError: 2"):
-        launch(train, config=config, view=View())
-
-
-def test_a_lost_machine_leaves_the_run_to_the_others(other: OtherMachine) -> None:
-    def train() -> str:
-        _join_group()
-        if os.environ["WORLD_SIZE"] == "2":
-            time.sleep(600)
-        return os.environ["WORLD_SIZE"]
-
-    run = on_two(train, other=other, max_restarts=1, block=False)
-    eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+    with pytest.raises(WorkerError, match="ValueError: 1"):
+        on_two(train, other=other, max_restarts=1)
     assert other.process is not None
-    other.process.kill()
-    assert run.wait(BUSY).results == ["1"]
-    assert (run.world_size, run.status) == (1, "succeeded")
+    assert "the run has failed: the notebook says why" in other.process.communicate(timeout=BUSY)[1]
+    assert other.process.returncode == 1
 
 
 # ---- a job of Slurm ------------------------------------------------------------------------
@@ -554,7 +507,7 @@ def test_what_srun_says_where_it_fails(tmp_path: Path, monkeypatch: pytest.Monke
     in_job(tmp_path, monkeypatch, command="echo 'srun: error: nodes are busy' >&2; exit 1")
     config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu")
     with pytest.raises(LaunchError, match=r"had joined\. It wrote:\nsrun: error"):
-        launch(lambda: 1, config=config, view=View())
+        launch(lambda: 1, config=config)
 
 
 # ---- who is let in -------------------------------------------------------------------------
@@ -584,9 +537,8 @@ def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
             seen.append(str(caught.value))
         other.join(address, token)
 
-    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
     # A socket that says nothing stays open all the while.
-    run = launch(lambda: 1, config=config, view=Waits(disturb))
+    run = launch(lambda: 1, config=two_machines(), view=Waits(disturb))
     assert run.results == [1, 1]
     assert "is not the launch that this token is of" in seen[0]
     assert "its token is not the one of this launch" in seen[1]
@@ -606,10 +558,9 @@ def test_strangers_cannot_fill_the_open_files_of_the_notebook() -> None:
                 assert one.recv(1) == b""
         os.kill(os.getpid(), signal.SIGINT)
 
-    config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="127.0.0.1")
     try:
         with pytest.raises(KeyboardInterrupt):
-            launch(lambda: 1, config=config, view=Waits(crowd))
+            launch(lambda: 1, config=two_machines(), view=Waits(crowd))
     finally:
         for one in held:
             one.close()
@@ -637,13 +588,18 @@ def test_other_users_cannot_read_the_token_and_the_cell_names_who_joined(
                 other.run(command)
 
     view = Waits(show)
-    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
-    in_rank, command_lines = launch(train, config=config, view=view)[1]
+    in_rank, command_lines = launch(train, config=two_machines(), view=view)[1]
     assert in_rank is None
     assert any(" join 127.0.0.1:" in line for line in command_lines)
     assert given[0] not in " ".join(command_lines)
     who = f"{psutil.Process().username()}@{socket.gethostname()} (127.0.0.1)"
     assert view.texts[-1] == f"train: {who} joined"
+
+
+def test_a_token_is_no_option_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [b"\xf8" * 16, b"\x00" * 16]
+    monkeypatch.setattr(secrets, "token_bytes", lambda _: drawn.pop(0))
+    assert str(Token.new(b"\x00" * 32)).startswith("A")
 
 
 def test_join_asks_for_the_token_at_a_terminal() -> None:
@@ -686,9 +642,7 @@ def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(
         with pytest.raises(LaunchError, match="no notebook waits at"):
             join(*given[0], tell=lambda _: None)
 
-    config = LaunchConfig(
-        num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1", max_restarts=1
-    )
+    config = two_machines(max_restarts=1)
     go = tmp_path / "go"
     run = launch(train, (go,), config=config, view=Waits(show), block=False)
     runs_on(2)
@@ -697,6 +651,7 @@ def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(
     runs_on(1)
     go.touch()
     assert run.wait(BUSY).results == ["1"]
+    assert (run.world_size, run.status) == (1, "succeeded")
 
 
 def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,9 +661,8 @@ def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch
         ports.append(int(address.rpartition(":")[2]))
         os.kill(os.getpid(), signal.SIGINT)
 
-    config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="127.0.0.1", use_port=None)
     with pytest.raises(KeyboardInterrupt) as caught:
-        launch(lambda: 1, config=config, view=Waits(press))
+        launch(lambda: 1, config=two_machines(), view=Waits(press))
 
     def is_closed() -> bool:
         with socket.socket() as probe:
@@ -727,22 +681,15 @@ def test_a_name_as_the_address_gives_collectives_the_interface_by_which_machines
     def seen() -> tuple[str, str]:
         return os.environ["GLOO_SOCKET_IFNAME"], torch.get_float32_matmul_precision()
 
-    config = LaunchConfig(
-        num_nodes=2,
-        num_processes=1,
-        devices="cpu",
-        master_addr="localhost",
-        env={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"},
-    )
-    run = launch(seen, config=config, view=Waits(other.join))
+    env = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    run = on_two(seen, other=other, master_addr="localhost", env=env)
     # The other machine is a process of its own. What torch reads as it loads counts on both.
     assert run.results == [("eth7", "high"), ("lo", "high")]
 
 
 def test_an_address_that_is_not_this_machines() -> None:
-    config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="192.0.2.77")
     with pytest.raises(LaunchError, match=r"192\.0\.2\.77.*cannot be listened at"):
-        launch(lambda: 1, config=config, view=View())
+        launch(lambda: 1, config=two_machines(master_addr="192.0.2.77"))
 
 
 def test_the_address_without_a_default_route_is_one_that_others_reach(

@@ -23,7 +23,6 @@ from notebook_accel import (
 )
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.view import View
 from tests.launches import call
 
 pytestmark = pytest.mark.gpu
@@ -130,12 +129,12 @@ def test_ranks_of_a_session_survive_one_that_raises_while_others_wait_on_their_g
         pytest.skip("needs two GPUs")
     session = Session(LaunchRequest(config=LaunchConfig(num_processes=2)))
     try:
-        pids = call(session, os.getpid, view=View()).results
+        pids = call(session, os.getpid).results
         for _ in range(2):
             with pytest.raises(WorkerError, match="bad batch"):
-                call(session, _meet, (True,), view=View())
-            assert call(session, _meet, (False,), view=View()).results == [(0, 2.0), (1, 2.0)]
-        assert call(session, os.getpid, view=View()).results == pids
+                call(session, _meet, (True,))
+            assert call(session, _meet, (False,)).results == [(0, 2.0), (1, 2.0)]
+        assert call(session, os.getpid).results == pids
     finally:
         session.close()
 

@@ -149,36 +149,6 @@ def test_a_stop_and_an_interrupt_end_both_hosts(
     eventually(lambda: not other.processes, within=20, what="nobody is left on host B")
 
 
-STRANGER = """
-import os, socket, ssl, sys
-host, port = sys.argv[1].split(":")
-at = host, int(port)
-socket.create_connection(at).close()
-silent = socket.create_connection(at)
-with socket.create_connection(at) as garbage:
-    garbage.sendall(b"GET / HTTP/1.1" + os.urandom(100_000))
-anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
-with anybody.wrap_socket(socket.create_connection(at)) as guess:
-    guess.sendall(os.urandom(1000))
-    assert guess.recv(1) == b""
-"""
-
-
-def test_strangers_on_the_other_host_change_nothing(notebook: Notebook, other: HostB) -> None:
-    """A port scan, garbage, TLS without the secret, and a token of another launch."""
-    notebook.run("def train(): return socket.gethostname()")
-    cell, address, token = start(notebook)
-    stranger = other.start("-c", STRANGER, address)
-    assert stranger.communicate(timeout=SLOW) == (None, "")
-    wrong = other.join(address, ("A" if token[0] != "A" else "B") + token[1:])
-    assert "its token is not the one of this launch" in wrong.communicate(timeout=SLOW)[1]
-    assert wrong.returncode == 2
-    other.join(address, token)
-    assert finish(notebook, cell) == ""
-    assert "host-b" in notebook.run("print(run.results)")
-
-
 @pytest.mark.parametrize("how", ["kill", "cut"])
 def test_a_host_that_is_gone_is_an_error_within_ten_seconds(
     how: str, notebook: Notebook, other: HostB, tmp_path: Path

@@ -6,7 +6,10 @@ import html
 import re
 import shutil
 from base64 import b64decode
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tests.kernel.notebooks import Notebook, open_notebook
 
@@ -50,73 +53,80 @@ def strokes(page: str) -> list[list[str]]:
     return [colours for colours in found if colours]
 
 
-def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
     with open_notebook() as notebook:
-        kernel = notebook.kernel
-        notebook.run(TRAIN)
-        notebook.run("old = notebook_launcher(train, (0.5, 8), 1)")
-        end = tmp_path / "end"
-        launch = f"notebook_launcher(train, (0.25, 8, {str(end)!r}), 1, block=False)"
-        notebook.run(f"live = {launch}")
-        output = shown(notebook, "compare(old, live)")
-        # It may not have logged yet.
-        is_overlaid = lambda: [*map(len, strokes(output["data"]["text/html"]))] == [2]  # noqa: E731
-        assert kernel.listen_until(is_overlaid, seconds=30)
-        first = output["data"]["text/html"]
-        # A colour a run; what differs is in the legend, and what does not is not.
-        assert strokes(first) == [["#d9730d", "#2f86d6"]]
-        legend = html.unescape(first.partition("<svg")[0])
-        assert "lr=0.5" in legend
-        assert "lr=0.25" in legend
-        assert "width=8" not in legend
-        assert "<script" not in first
-        assert first.count("<tr>") == 3
-        assert "<b>&lt;b&gt;</b>" in first
-        assert len(first) < 20_000
-        assert "step" in first.partition("position:absolute")[2]
+        yield notebook
 
-        def steps() -> int:
-            text = " ".join(images(output["data"]["text/html"]))
-            return max(int(step) for step in re.findall(r">step (\d+)<", text))
 
-        before = steps()
-        assert kernel.listen_until(lambda: steps() > before, seconds=30), "the chart is not live"
-        num = sum(seen.kind == "update_display_data" for seen in kernel.seen)
-        kernel.listen_until(lambda: False, seconds=3)
-        updates = sum(seen.kind == "update_display_data" for seen in kernel.seen) - num
-        # Those of the run's own panel, and these: not more than a few times a second.
-        assert 1 <= updates < 15
-        assert notebook.run("print(followers())") == "1\n"
-        end.touch()
-        have_ended = lambda: output["data"]["text/html"].count("✓ succeeded") == 2  # noqa: E731
-        assert kernel.listen_until(have_ended, seconds=30)
-        kernel.listen_until(lambda: False, seconds=1.5)
-        assert notebook.run("print(followers())") == "0\n"
-        last = notebook.run("live.wait(); print(max(row['step'] for row in live.metrics))")
-        assert steps() == int(last)
+def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    kernel = notebook.kernel
+    notebook.run(TRAIN)
+    notebook.run("old = notebook_launcher(train, (0.5, 8), 1)")
+    end = tmp_path / "end"
+    launch = f"notebook_launcher(train, (0.25, 8, {str(end)!r}), 1, block=False)"
+    notebook.run(f"live = {launch}")
+    output = shown(notebook, "compare(old, live)")
+    # It may not have logged yet.
+    is_overlaid = lambda: [*map(len, strokes(output["data"]["text/html"]))] == [2]  # noqa: E731
+    assert kernel.listen_until(is_overlaid, seconds=30)
+    first = output["data"]["text/html"]
+    # A colour a run; what differs is in the legend, and what does not is not.
+    assert strokes(first) == [["#d9730d", "#2f86d6"]]
+    legend = html.unescape(first.partition("<svg")[0])
+    assert "lr=0.5" in legend
+    assert "lr=0.25" in legend
+    assert "width=8" not in legend
+    assert "<script" not in first
+    assert first.count("<tr>") == 3
+    assert "<b>&lt;b&gt;</b>" in first
+    assert len(first) < 20_000
+    assert "step" in first.partition("position:absolute")[2]
 
-        text = notebook.run("print(compare(old, live, names=['loss']))").splitlines()
-        assert re.match(r"loss +lr=0.5 +█▄▃", text[0])
-        # One run: its values below the pointer, and no legend.
-        page = shown(notebook, "old.plot('loss')")["data"]["text/html"]
-        assert len(strokes(page)) == 1
-        assert "title='step 3: 0.125'" in page
-        assert "lr=" not in page
-        assert "no metric is called 'los'" in notebook.fails("old.plot('los')")
-        assert "no metric is called 'los'" in notebook.fails("compare(old, names=['los'])")
-        assert "backend='plotly'" in notebook.fails("old.plot(backend='plotly')")
-        axes = "old.plot('loss', backend='matplotlib'), compare(old, live, backend='matplotlib')"
-        assert notebook.run(f"print([len(each) for each in ({axes})])").startswith("[1, 2]")
+    def steps() -> int:
+        text = " ".join(images(output["data"]["text/html"]))
+        return max(int(step) for step in re.findall(r">step (\d+)<", text))
 
-        # Of many runs the best is in colour.
-        launch = "notebook_launcher(train, (1 / (number + 1), 8), 1, session=True)"
-        notebook.run(f"many = [{launch} for number in range(12)]")
-        page = shown(notebook, "compare(many, names=['loss'])")["data"]["text/html"]
-        (colours,) = strokes(page)
-        assert len(colours) == 2
-        assert colours[0] == "#808080"
-        assert "in colour: 0.0833333" in html.unescape(page.partition("<img")[0])
-        assert len(page.partition("<table")[0]) < 20_000
+    before = steps()
+    assert kernel.listen_until(lambda: steps() > before, seconds=30), "the chart is not live"
+    num = sum(seen.kind == "update_display_data" for seen in kernel.seen)
+    kernel.listen_until(lambda: False, seconds=3)
+    updates = sum(seen.kind == "update_display_data" for seen in kernel.seen) - num
+    # Those of the run's own panel, and these: not more than a few times a second.
+    assert 1 <= updates < 15
+    assert notebook.run("print(followers())") == "1\n"
+    end.touch()
+    have_ended = lambda: output["data"]["text/html"].count("✓ succeeded") == 2  # noqa: E731
+    assert kernel.listen_until(have_ended, seconds=30)
+    kernel.listen_until(lambda: False, seconds=1.5)
+    assert notebook.run("print(followers())") == "0\n"
+    last = notebook.run("live.wait(); print(max(row['step'] for row in live.metrics))")
+    assert steps() == int(last)
+
+    text = notebook.run("print(compare(old, live, names=['loss']))").splitlines()
+    assert re.match(r"loss +lr=0.5 +█▄▃", text[0])
+    # One run: its values below the pointer, and no legend.
+    page = shown(notebook, "old.plot('loss')")["data"]["text/html"]
+    assert len(strokes(page)) == 1
+    assert "title='step 3: 0.125'" in page
+    assert "lr=" not in page
+    assert "no metric is called 'los'" in notebook.fails("old.plot('los')")
+    assert "no metric is called 'los'" in notebook.fails("compare(old, names=['los'])")
+    assert "backend='plotly'" in notebook.fails("old.plot(backend='plotly')")
+    axes = "old.plot('loss', backend='matplotlib'), compare(old, live, backend='matplotlib')"
+    assert notebook.run(f"print([len(each) for each in ({axes})])").startswith("[1, 2]")
+
+    # Of many runs the best is in colour.
+    launch = "notebook_launcher(train, (1 / (number + 1), 8), 1, session=True)"
+    notebook.run(f"many = [{launch} for number in range(12)]")
+    page = shown(notebook, "compare(many, names=['loss'])")["data"]["text/html"]
+    (colours,) = strokes(page)
+    assert len(colours) == 2
+    assert colours[0] == "#808080"
+    assert "in colour: 0.0833333" in html.unescape(page.partition("<img")[0])
+    assert len(page.partition("<table")[0]) < 20_000
 
 
 CLONED = """
@@ -190,33 +200,31 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path: Pa
         assert "✓ succeeded" in str(reply.outputs)
 
 
-def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs() -> None:
-    with open_notebook() as notebook:
-        notebook.run(
-            """
-            import torch
-            from notebook_accel import Accelerator, notebook_launcher
+def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs(notebook: Notebook) -> None:
+    notebook.run(
+        """
+        import torch
+        from notebook_accel import Accelerator, notebook_launcher
 
-            def train():
-                from torch.utils.tensorboard import SummaryWriter
-                accelerator = Accelerator()
-                knob = accelerator.knob("lr", 0.5)
+        def train():
+            from torch.utils.tensorboard import SummaryWriter
+            accelerator = Accelerator()
+            knob = accelerator.knob("lr", 0.5)
+            if accelerator.process_index == 1:
+                writer = SummaryWriter("logs")
+            for step in accelerator.prepare(torch.utils.data.DataLoader(range(40))):
                 if accelerator.process_index == 1:
-                    writer = SummaryWriter("logs")
-                for step in accelerator.prepare(torch.utils.data.DataLoader(range(40))):
-                    if accelerator.process_index == 1:
-                        writer.add_scalar("of the other", 3 - knob.value, int(step))
-                while knob.value == 0.5:
-                    accelerator.should_stop
-            """
-        )
-        launching = notebook.start("run = notebook_launcher(train, num_processes=2, block=False)")
-        outputs = notebook.finish(launching).outputs
-        notebook.run("run.set(lr=0.25); run.wait()")
-        page = lambda: "".join(one["data"].get("text/html", "") for one in outputs)  # noqa: E731
-        assert notebook.kernel.listen_until(lambda: "succeeded" in page(), seconds=30)
-        assert "of the other" in page()
-        assert "knob/lr" in page()
-        again = shown(notebook, "run.show()")["data"]["text/html"]
-        assert "of the other" in again
-        assert "knob/lr" in again
+                    writer.add_scalar("of the other", 3 - knob.value, int(step))
+            while knob.value == 0.5:
+                accelerator.should_stop
+        """
+    )
+    launching = notebook.start("run = notebook_launcher(train, num_processes=2, block=False)")
+    outputs = notebook.finish(launching).outputs
+    notebook.run("run.set(lr=0.25); run.wait()")
+    page = lambda: "".join(one["data"].get("text/html", "") for one in outputs)  # noqa: E731
+    assert notebook.kernel.listen_until(lambda: "succeeded" in page(), seconds=30)
+    again = shown(notebook, "run.show()")["data"]["text/html"]
+    for shown_html in (page(), again):
+        assert "of the other" in shown_html
+        assert "knob/lr" in shown_html

@@ -37,7 +37,9 @@ def offered(notebook: Notebook, text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("jedi", ["as it is", pytest.param("off", marks=pytest.mark.long)])
-def test_tab_offers_what_the_magic_takes_and_nothing_else(notebook: Notebook, jedi: str) -> None:
+def test_tab_offers_what_the_magic_takes_and_a_question_mark_shows_each_setting(
+    notebook: Notebook, jedi: str
+) -> None:
     if jedi == "off":
         notebook.run("%config IPCompleter.use_jedi = False")
     notebook.run("%load_ext notebook_accel\nlearning_rate = 1")
@@ -56,9 +58,6 @@ def test_tab_offers_what_the_magic_takes_and_nothing_else(notebook: Notebook, je
     assert offered(notebook, "%accelerate push lea|") == {"learning_rate"}
     assert offered(notebook, "%%accelerate --push lea|\n1") == {"learning_rate"}
     assert "learning_rate" in offered(notebook, "%%accelerate --pull model\nlea|"), "code is Python"
-
-
-def test_a_question_mark_shows_each_setting(notebook: Notebook) -> None:
     notebook.run("from notebook_accel import LaunchConfig")
     reply = notebook.kernel.client.inspect("LaunchConfig", reply=True, timeout=60)
     text = reply["content"]["data"]["text/plain"]

@@ -1,6 +1,7 @@
 """First cells as public notebooks have them: a rank finds what the notebook finds.
 
-Each is written anew. What is not installed is skipped: `make test-libraries` installs all.
+Each is written anew. What is not installed is skipped: `make test-libraries` installs all. Settings
+that a line makes are in ``test_library_settings``, many in one kernel.
 """
 
 from __future__ import annotations
@@ -81,15 +82,6 @@ _CELLS = {
             ".lm_head.weight.sum().item()"
         ),
     ),
-    "images that end too early": (
-        "PIL",
-        """
-        from PIL import Image, ImageFile
-        ImageFile.LOAD_TRUNCATED_IMAGES = True
-        Image.MAX_IMAGE_PIXELS = None
-        """,
-        "ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS",
-    ),
     "plots in a style": (
         "matplotlib",
         """
@@ -108,11 +100,6 @@ _CELLS = {
         "import seaborn as sns\nsns.set_theme(style='darkgrid', palette='deep')",
         "sns.axes_style()['axes.grid'], sns.axes_style()['axes.facecolor']",
     ),
-    "bars for tables": (
-        "pandas tqdm",
-        "import pandas as pd\nfrom tqdm.auto import tqdm\ntqdm.pandas(desc='rows')",
-        "pd.Series([1, 2]).progress_apply(str).tolist()",
-    ),
     "a log": (
         "torch",
         """
@@ -122,59 +109,6 @@ _CELLS = {
         log = logging.getLogger("mine")
         """,
         "logging.root.level, logging.getLogger('urllib3').level, log.isEnabledFor(20)",
-    ),
-    "faster products": (
-        "torch",
-        """
-        import torch
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
-        torch.set_default_dtype(torch.float64)
-        """,
-        "torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.ones(1).dtype",
-    ),
-    "a model of one's own": (
-        "transformers",
-        """
-        from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
-
-        class DotConfig(PretrainedConfig):
-            model_type = "dot"
-
-        class DotModel(PreTrainedModel):
-            config_class = DotConfig
-
-            def __init__(self, config):
-                super().__init__(config)
-                self.post_init()
-
-        AutoConfig.register("dot", DotConfig)
-        AutoModel.register(DotConfig, DotModel)
-        """,
-        "type(AutoModel.from_config(AutoConfig.for_model('dot'))).__name__",
-    ),
-    "old checkpoints": (
-        "torch",
-        """
-        import functools
-        import torch
-        torch.load = functools.partial(torch.load, weights_only=False)
-        """,
-        "torch.load.keywords",
-    ),
-    "warnings of one library": (
-        "sklearn",
-        """
-        import warnings
-        from sklearn.exceptions import ConvergenceWarning
-        warnings.simplefilter("ignore", category=ConvergenceWarning)
-        """,
-        "[f[0] for f in warnings.filters if f[2] is ConvergenceWarning]",
-    ),
-    "tables out of pipelines": (
-        "sklearn",
-        "import sklearn\nsklearn.set_config(transform_output='pandas', display='text')",
-        "sklearn.get_config()['transform_output'], sklearn.get_config()['display']",
     ),
     "adapters": (
         "peft transformers",

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view.plain import PlainView
-from tests.launches import launch
+from tests.launches import on_cpu
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -108,9 +107,8 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     texts = [io.StringIO() for _ in range(4)]
     functions = (skips, crosses, computes, receives_unrecorded)
-    config = LaunchConfig(num_processes=2, devices="cpu", grace=2.0)
     runs: list[Run] = [
-        launch(function, (str(tmp_path),), config=config, view=PlainView(stream=text), block=False)
+        on_cpu(function, str(tmp_path), grace=2.0, view=PlainView(stream=text), block=False)
         for function, text in zip(functions, texts, strict=True)
     ]
     skipped, crossed, computed, received = runs
@@ -195,8 +193,7 @@ def waits_beside_a_busy_thread(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["holds the GIL", "runs Python"])
 def test_stacks_of_a_busy_rank_are_read_and_do_no_harm(kind: str) -> None:
-    config = LaunchConfig(num_processes=2, devices="cpu", grace=2.0)
-    run = launch(waits_beside_a_busy_thread, (kind,), config=config, block=False)
+    run = on_cpu(waits_beside_a_busy_thread, kind, grace=2.0, block=False)
     try:
         word = "begun" if kind == "holds the GIL" else "works"
         eventually(lambda: run.logs().count(word) == 2, within=60, what="both have begun")
@@ -220,8 +217,7 @@ def test_ranks_that_are_suspended_are_named(
 ) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     text = io.StringIO()
-    config = LaunchConfig(num_processes=num_ranks, devices="cpu", grace=2.0)
-    run = launch(waits_alone, config=config, view=PlainView(stream=text), block=False)
+    run = on_cpu(waits_alone, n=num_ranks, grace=2.0, view=PlainView(stream=text), block=False)
     try:
         eventually(lambda: run.logs().count("begun") == num_ranks, within=60, what="all begin")
         for pid in run.pids:
@@ -243,8 +239,7 @@ def test_ranks_that_are_suspended_are_named(
 
 
 def test_a_save_of_rank_0_alone_is_told_with_its_remedy(tmp_path: Path) -> None:
-    config = LaunchConfig(num_processes=2, devices="cpu", grace=2.0)
-    run = launch(saves, (str(tmp_path),), config=config, view=PlainView(), block=False)
+    run = on_cpu(saves, str(tmp_path), grace=2.0, view=PlainView(), block=False)
     try:
         eventually(lambda: run.state.hang, within=60, what="the hang is told")
         assert run.state.hang is not None

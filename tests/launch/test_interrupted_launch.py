@@ -106,7 +106,7 @@ def _unknown(folder: Path) -> set[str]:
 
 def test_of_a_launch(folder: Path) -> None:
     def begin() -> None:
-        launch(len, (BIG,), config=ON_CPU, view=View())
+        launch(len, (BIG,), config=ON_CPU)
 
     begin()
     begin()
@@ -116,7 +116,7 @@ def test_of_a_launch(folder: Path) -> None:
 def test_of_a_session_and_its_calls(folder: Path) -> None:
     def begin() -> None:
         with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
-            call(session, len, (BIG,), view=View())
+            call(session, len, (BIG,))
 
     begin()
     _interrupt_everywhere(begin, folder, folders_of_sessions=True)
@@ -125,7 +125,7 @@ def test_of_a_session_and_its_calls(folder: Path) -> None:
 def test_a_session_that_nobody_got_is_ended(folder: Path) -> None:
     # As after an interrupt that comes as the session is returned. The fixture looks at processes.
     session = Session(LaunchRequest(config=ON_CPU))
-    call(session, len, (BIG,), view=View())
+    call(session, len, (BIG,))
     assert below(template().pid)
     del session
 
@@ -204,7 +204,7 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
 ) -> None:
     send = RankCall.sent
     with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
-        (before,) = call(session, _pid_after, (0,), view=View())
+        (before,) = call(session, _pid_after, (0,))
 
         @contextlib.contextmanager
         def interrupted(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -214,7 +214,7 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
 
         monkeypatch.setattr(RankCall, "sent", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            call(session, _pid_after, (600,), view=View())
+            call(session, _pid_after, (600,))
         # Full, so that a run that is listed takes the place of another.
         monkeypatch.setattr(run_list, "_MAX_RUNS", 1)
         listed = runs()
@@ -222,7 +222,7 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
             session.ask(_pid_after, {"seconds": 600})
         assert runs() == listed, "what is only asked is no run"
         monkeypatch.undo()
-        assert list(call(session, _pid_after, (0,), view=View())) == [before]
+        assert list(call(session, _pid_after, (0,))) == [before]
 
 
 @pytest.mark.usefixtures("folder")
@@ -230,7 +230,7 @@ def test_an_interrupt_while_a_session_is_closed_ends_it_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     session = Session(LaunchRequest(config=ON_CPU))
-    call(session, _pid_after, (600,), view=View(), block=False)
+    call(session, _pid_after, (600,), block=False)
     tell = RankPool.shut_down
 
     def shut_down(pool: RankPool) -> None:

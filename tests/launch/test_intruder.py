@@ -21,10 +21,9 @@ from notebook_accel.launch.control.results import StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.template.handle import template
-from notebook_accel.launch.view import View
 from notebook_accel.system.own_files import open_log
 from tests.engines.processes import below
-from tests.launches import launch
+from tests.launches import on_cpu
 from tests.waiting import eventually
 
 NOBODY = 65534
@@ -107,8 +106,7 @@ def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Pa
             time.sleep(0.01)
         return 1
 
-    config = LaunchConfig(num_processes=2, devices="cpu", env={"TOKEN": "secret"})
-    run = launch(train, (str(shared),), config=config, view=View(), block=False)
+    run = on_cpu(train, str(shared), env={"TOKEN": "secret"}, block=False)
     try:
         eventually(
             lambda: all((shared / name).exists() for name in "01") and bool(run.metrics),

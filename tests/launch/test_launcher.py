@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below
-from tests.launches import launch
+from tests.launches import launch, on_cpu
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
@@ -62,15 +62,6 @@ def _leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     yield
     eventually(lambda: not below(template().pid), within=SOON, what="every process ended")
-
-
-def on_cpu(
-    function: Callable[..., Any], *args: Any, n: int = 2, view: View | None = None, **options: Any
-) -> Run:
-    grace = options.pop("grace", 10.0)
-    env = options.pop("env", None)
-    config = LaunchConfig(num_processes=n, devices="cpu", grace=grace, env=env)
-    return launch(function, args, config=config, view=view or View(), **options)
 
 
 # ---- nothing listens -----------------------------------------------------------------------
@@ -466,7 +457,7 @@ def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data() -> Non
         config = LaunchConfig(num_processes=2, devices="cpu", use_port=taken.getsockname()[1])
         opened = open_descriptors()
         with pytest.raises(LaunchError) as caught:
-            launch(train, config=config, view=View())
+            launch(train, config=config)
         assert not [one for one in open_descriptors() - opened if "memfd" in one], caught.value
 
 
@@ -851,11 +842,6 @@ def test_what_the_person_sets_for_the_ranks_wins(
     monkeypatch.setenv("KEPT", "from the notebook")
     monkeypatch.setenv("JPY_SESSION_NAME", "kernel's own")
     monkeypatch.setenv("WORLD_SIZE", "77")
-    monkeypatch.setenv("ROLE_RANK", "7")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launcher's")
-    own = ("ROLE_ARN", "GROUP_ID", "IPYTHONDIR", "TORCHELASTIC_ENABLE_FILE_TIMER")
-    for name in own:
-        monkeypatch.setenv(name, "somebody's")
     # Python passes over it, and so do the ranks.
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
 
@@ -863,8 +849,7 @@ def test_what_the_person_sets_for_the_ranks_wins(
         import tempfile
 
         assert all(isinstance(entry, str) for entry in sys.path)
-        names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK", *own)
-        names += ("ROLE_RANK", "TORCHELASTIC_RUN_ID")
+        names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK")
         # As in a process that began with them, not as in the one from which it was forked.
         effects = {"folder": tempfile.gettempdir(), "zone": time.strftime("%z", time.localtime(0))}
         return {name: os.environ.get(name) for name in names} | effects
@@ -880,9 +865,6 @@ def test_what_the_person_sets_for_the_ranks_wins(
         "WORLD_SIZE": "2",
         "RANK": "1",
         "LOCAL_RANK": "1",
-        **dict.fromkeys(own, "somebody's"),
-        "ROLE_RANK": None,
-        "TORCHELASTIC_RUN_ID": None,
     }
     assert os.environ["WORLD_SIZE"] == "77"
 
@@ -951,26 +933,18 @@ def test_a_bad_call_fails_before_anything_starts(
     function: Any, args: Any, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        launch(function, args, config=LaunchConfig(), view=View())
+        launch(function, args, config=LaunchConfig())
     assert not (tmp_path / "runs").exists()
 
 
 def test_devices_that_there_are_not() -> None:
     with pytest.raises(ConfigError, match=r"devices=\[990\]") as caught:
-        launch(lambda: 1, config=LaunchConfig(devices=[990]), view=View())
+        launch(lambda: 1, config=LaunchConfig(devices=[990]))
     assert "devices='cpu'" in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "file" / "runs"))
-    with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
-        on_cpu(lambda: 1)
-
-
 def test_a_run_is_found_by_its_id_whatever_was_launched_since() -> None:
-    config = LaunchConfig(num_processes=1, devices="cpu")
-    run, _ = (launch(lambda: 5, config=config, view=View()) for _ in range(2))
+    run, _ = (on_cpu(lambda: 5, n=1) for _ in range(2))
     assert find_run(run.id) is run
     with pytest.raises(NotebookAccelError, match="no run 'nothing'"):
         find_run("nothing")

@@ -29,7 +29,6 @@ from notebook_accel.launch.preflight import (
     check_wait,
     crowding,
 )
-from notebook_accel.launch.view import View
 from notebook_accel.system import processes
 from tests.launches import launch
 
@@ -172,14 +171,14 @@ def test_a_port_that_others_listen_on_everywhere() -> None:
 
 
 def launched() -> None:
-    launch(lambda: 1, config=LaunchConfig(devices="cpu", num_processes=1), view=View())
+    launch(lambda: 1, config=LaunchConfig(devices="cpu", num_processes=1))
 
 
 def test_a_platform_that_cannot_end_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "supported", lambda: False)
     with pytest.raises(LaunchError, match="inline"):
         launched()
-    assert launch(lambda: 1, config=LaunchConfig(engine="inline"), view=View()).results == [1]
+    assert launch(lambda: 1, config=LaunchConfig(engine="inline")).results == [1]
 
 
 def test_a_current_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,14 +216,14 @@ def test_a_call_that_a_container_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_a_timeout_that_is_none(timeout: Any) -> None:
     with pytest.raises(ConfigError, match=r"timeout=.*seconds above 0") as caught:
-        launch(lambda: 1, config=LaunchConfig(engine="inline"), view=View(), timeout=timeout)
+        launch(lambda: 1, config=LaunchConfig(engine="inline"), timeout=timeout)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("block", ["no", 0, 1, None, "yes"])
 def test_a_block_that_is_no_flag(block: Any) -> None:
     with pytest.raises(ConfigError, match=r"block=.*True or False"):
-        launch(lambda: 1, config=LaunchConfig(engine="inline"), view=View(), block=block)
+        launch(lambda: 1, config=LaunchConfig(engine="inline"), block=block)
 
 
 @pytest.mark.parametrize("timeout", [None, 30, 0.5, float("inf"), np.float32(30), np.int64(30)])

@@ -29,7 +29,8 @@ def test_whose_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_kernel_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = ("JPY_PARENT_PID", "PYDEVD_USE_FRAME_EVAL", "MPLBACKEND", "RANK", "ROLE_RANK")
-    kept = ("ROLE_ARN", "GROUP_ID", "IPYTHONDIR", "HOME_OF_RANK", "TORCHELASTIC_LOG_LEVEL")
+    gone += ("TORCHELASTIC_RUN_ID",)
+    kept = ("ROLE_ARN", "GROUP_ID", "IPYTHONDIR", "HOME_OF_RANK", "TORCHELASTIC_ENABLE_FILE_TIMER")
     for name in (*gone, *kept):
         monkeypatch.setenv(name, "somebody's")
     found = rank_environment(LaunchConfig())

@@ -13,23 +13,6 @@ def parts() -> tuple[memoryview, ...]:
     return tuple(memoryview(bytes([number]) * size) for number, size in enumerate((100, 0, 3, 64)))
 
 
-def test_buffers_come_back(parts: tuple[memoryview, ...]) -> None:
-    fd = seal(parts)
-    views = attach(fd, [part.nbytes for part in parts])
-    os.close(fd)
-    assert [bytes(view) for view in views] == [bytes(part) for part in parts]
-
-
-def test_writes_stay_private(parts: tuple[memoryview, ...]) -> None:
-    fd = seal(parts)
-    sizes = [part.nbytes for part in parts]
-    first, second = attach(fd, sizes), attach(fd, sizes)
-    first[0][:3] = b"abc"
-    assert bytes(second[0]) == bytes(parts[0])
-    assert bytes(attach(fd, sizes)[0]) == bytes(parts[0])
-    os.close(fd)
-
-
 def test_nobody_can_change_a_sealed_segment(parts: tuple[memoryview, ...]) -> None:
     fd = seal(parts)
     with pytest.raises(PermissionError):

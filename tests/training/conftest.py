@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.training.single import forget_states
+from tests.training.single import forget_states, fresh_rank  # noqa: F401
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -30,11 +30,18 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import training
+from notebook_accel import ConfigError, training
 from notebook_accel.config.checks import too_old_torch
 from notebook_accel.system.processes import die_with_parent
 
-__all__ = ["RankError", "run_ranks", "runs_here", "skip_unless_it_runs", "with_long_ones"]
+__all__ = [
+    "RankError",
+    "refusal_of",
+    "run_ranks",
+    "runs_here",
+    "skip_unless_it_runs",
+    "with_long_ones",
+]
 
 _ROOT = Path(__file__).parents[2]
 _LENGTH = struct.Struct("!Q")
@@ -100,6 +107,15 @@ def run_ranks(
     if failed:
         raise RankError("\n".join(failed))
     return [value for _, value in replies]
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """What a ``ConfigError`` of the call says; "accepted" where there is none."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
 
 
 def _place_of(function: Callable[..., Any]) -> tuple[str, str, str]:

@@ -12,7 +12,6 @@ from torch import nn
 from notebook_accel import Accelerator
 from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
 
 __all__ = ["train_blocks"]
 

@@ -18,6 +18,7 @@ __all__ = [
     "CPU",
     "LISTS",
     "TABLE",
+    "Doubled",
     "Sharded",
     "SizedStream",
     "Stream",
@@ -99,6 +100,14 @@ class Sharded(Stream):
 
     def shard(self, num_shards: int, index: int) -> Sharded:
         return Sharded(self.count, num_shards, index)
+
+
+class Doubled(DataLoader[Any]):
+    """A loader of the user's, whose batches come from a generator."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch * 2
 
 
 # What each rank reads of a loader: samples, batch size, ranks, settings, batches of each rank.

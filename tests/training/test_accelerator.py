@@ -36,7 +36,7 @@ from notebook_accel import (
 from notebook_accel.training.stepping.accumulation import Accumulation, window
 from tests.training.harness import run_ranks
 from tests.training.loading import SizedStream
-from tests.training.single import Told, be, fresh_rank  # noqa: F401
+from tests.training.single import Told, be
 
 
 def parts() -> tuple[Any, ...]:

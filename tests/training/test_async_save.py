@@ -24,7 +24,6 @@ from notebook_accel import (
 from notebook_accel.training import files
 from tests.training import resuming
 from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
-from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
 from tests.waiting import eventually
 

@@ -34,7 +34,6 @@ from notebook_accel import (
 from notebook_accel.training.checkpoint import start
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
 
 FILES = {
     "model.safetensors",

@@ -17,7 +17,7 @@ from accelerate.logging import get_logger as peer_get_logger
 import notebook_accel
 from notebook_accel.rank import this_rank
 from tests.training.harness import run_ranks
-from tests.training.single import be, fresh_rank  # noqa: F401
+from tests.training.single import be
 
 if TYPE_CHECKING:
     from notebook_accel.training.processes.logs import MultiProcessAdapter

@@ -26,7 +26,6 @@ from notebook_accel.training.strategies.compiling import (
 )
 from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, MESHES, check_weights, train, twin
-from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_pipeline import CASES as PIPELINE_CASES
 
 

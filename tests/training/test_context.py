@@ -27,9 +27,8 @@ from notebook_accel.training.settings.parallelism import (
     TorchContextParallelConfig,
 )
 from tests.training import meshes
-from tests.training.harness import run_ranks, with_long_ones
+from tests.training.harness import refusal_of, run_ranks, with_long_ones
 from tests.training.meshes import FLOAT_ERROR, SCALE, WIDTH, WORDS, check_weights, loss_of
-from tests.training.single import fresh_rank  # noqa: F401
 
 LENGTH = 8
 # name: ranks, shares of the data, sizes
@@ -300,12 +299,12 @@ def refusal(kind: str) -> str:
     tokens = torch.zeros(2, 6 if kind == "length" else 8)
     given: Any = {} if kind == "nothing" else {"buffers": [tokens], "buffer_seq_dims": [1]}
     heads = torch.zeros(1, 1, 4, 2)
-    try:
+
+    def attend() -> None:
         with accelerator.maybe_context_parallel(**given):
             nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=heads)
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+
+    return refusal_of(attend)
 
 
 @pytest.mark.parametrize(

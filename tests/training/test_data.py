@@ -133,14 +133,6 @@ def test_a_sampler_that_gives_batches() -> None:
     assert lists(prepare(raw, 1, 2)) == [[3, 4, 5], [9, 0, 1]]
 
 
-def test_batches_of_ones_own() -> None:
-    raw = DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
-    assert [lists(prepare(raw, rank, 2)) for rank in range(2)] == [
-        [[0], [3, 4, 5]],
-        [[1, 2], [0]],
-    ]
-
-
 @pytest.mark.parametrize("dispatched", [False, True])
 def test_settings_of_a_batch_sampler_count_as_those_of_the_loader(dispatched: bool) -> None:
     def loaders(drop_last: bool, **config: Any) -> list[Any]:
@@ -312,18 +304,6 @@ class Plain:
         return len(self.batches)
 
 
-@pytest.mark.parametrize(("samples", "size", "ranks", "settings", "expected"), TABLE)
-def test_golden_values(
-    samples: int, size: int, ranks: int, settings: dict[str, bool], expected: list[str]
-) -> None:
-    batches = BatchSampler(
-        SequentialSampler(range(samples)), size, drop_last=settings.get("drop", False)
-    )
-    given = shards(batches, ranks, **settings)
-    assert [list(shard) for shard in given] == [read(text) for text in expected]
-    assert [len(shard) for shard in given] == [len(read(text)) for text in expected]
-
-
 # The same for a user's own batch sampler, whose samples are never mixed.
 OWN_TABLE = [
     (8, 3, 2, {}, ["012 67", "345 012"]),
@@ -341,14 +321,22 @@ OWN_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("samples", "size", "ranks", "settings", "expected"), OWN_TABLE)
-def test_batches_of_ones_own_stay_whole(
-    samples: int, size: int, ranks: int, settings: dict[str, bool], expected: list[str]
+@pytest.mark.parametrize(
+    ("is_own", "samples", "size", "ranks", "settings", "expected"),
+    [*((False, *row) for row in TABLE), *((True, *row) for row in OWN_TABLE)],
+)
+def test_golden_values_and_batches_of_ones_own_that_stay_whole(
+    is_own: bool,
+    samples: int,
+    size: int,
+    ranks: int,
+    settings: dict[str, bool],
+    expected: list[str],
 ) -> None:
     batches = BatchSampler(
         SequentialSampler(range(samples)), size, drop_last=settings.get("drop", False)
     )
-    given = shards(Plain(batches), ranks, **settings)
+    given = shards(Plain(batches) if is_own else batches, ranks, **settings)
     assert [list(shard) for shard in given] == [read(text) for text in expected]
     assert [len(shard) for shard in given] == [len(read(text)) for text in expected]
 

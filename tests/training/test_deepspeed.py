@@ -22,9 +22,9 @@ from safetensors.torch import load_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
+from notebook_accel import Accelerator, DeepSpeedPlugin
 from tests.training import meshes
-from tests.training.harness import run_ranks
+from tests.training.harness import refusal_of, run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
     Tiny,
@@ -35,6 +35,7 @@ from tests.training.meshes import (
     twin,
     weights_of,
 )
+from tests.training.scripts.parts import bert
 
 pytest.importorskip("deepspeed")
 
@@ -426,16 +427,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def refusal(changed: dict[str, Any], settings: dict[str, Any], _: str) -> str:
-    try:
+    def prepare() -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, **changed})
         accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **settings)
         model = Wide()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader: Any = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
         accelerator.prepare(model, optimizer, loader)
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+
+    return refusal_of(prepare)
 
 
 @pytest.fixture(scope="module")
@@ -512,7 +512,7 @@ def test_gradients_that_no_step_used_are_dropped(
 
 
 def test_a_model_that_was_read_in_parts_trains(configured: list[dict[str, Any]]) -> None:
-    model = bert()
+    model: Any = bert()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(2):
@@ -524,19 +524,3 @@ def test_a_model_that_was_read_in_parts_trains(configured: list[dict[str, Any]])
     for seen in configured:
         assert all(seen["read"]["in parts"])
         assert seen["read"]["losses"] == pytest.approx(losses, abs=10 * FLOAT_ERROR)
-
-
-def bert() -> Any:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=16,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-    )
-    return BertForSequenceClassification(config)

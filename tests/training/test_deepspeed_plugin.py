@@ -18,7 +18,7 @@ from notebook_accel.training.preparing import _batch_sizes
 from notebook_accel.training.stepping.accumulation import resolve_plugin
 from notebook_accel.training.strategies import deepspeed_plugin
 from tests.training.loading import Stream, numbers, prepare
-from tests.training.single import Told, be, fresh_rank  # noqa: F401
+from tests.training.single import Told, be
 
 ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError
 from notebook_accel.training.files import atomic, state_files
-from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_sharded_checkpoint import Keeps
 
 # What changes a disk, as Python's audit hooks name it.

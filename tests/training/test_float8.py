@@ -19,7 +19,6 @@ from notebook_accel import (
 from notebook_accel.training import precision as precisions
 from notebook_accel.training.processes import topology
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
 
 ASKED = {"cpu": True, "mixed_precision": "fp8"}
 

@@ -16,7 +16,6 @@ from torch import nn
 import notebook_accel
 from notebook_accel import Accelerator, hooks, notebook_launcher, tracking, utils
 from tests.public import DOORS
-from tests.training.single import fresh_rank  # noqa: F401
 
 NOT_INSTALLED = """
 import importlib.machinery, sys

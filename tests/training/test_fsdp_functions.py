@@ -13,7 +13,6 @@ import torch
 from notebook_accel import Accelerator, utils
 from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, blocks, data, loss_of, make, weights_of
-from tests.training.single import fresh_rank  # noqa: F401
 
 KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 

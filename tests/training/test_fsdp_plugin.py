@@ -48,7 +48,6 @@ from notebook_accel import (
 from notebook_accel.training.settings.parallelism import fit_sizes
 from notebook_accel.training.strategies import mesh
 from notebook_accel.training.strategies.mesh import checkpoint_activations, choose_modules, units
-from tests.training.single import fresh_rank  # noqa: F401
 
 Plugin = FullyShardedDataParallelPlugin
 CPU = torch.device("cpu")

@@ -27,6 +27,7 @@ from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import Accumulation, GradientState
 from notebook_accel.training.stepping.active_loaders import active_loaders
 from tests.training.loading import (
+    Doubled,
     SizedStream,
     Stream,
     lists,
@@ -34,7 +35,6 @@ from tests.training.loading import (
     numbers,
     prepare,
 )
-from tests.training.single import fresh_rank  # noqa: F401
 
 # Order.
 
@@ -383,14 +383,6 @@ def test_a_stream_without_its_first_batches_is_prepared_before() -> None:
     raw = skip_first_batches(DataLoader(SizedStream(12), batch_size=2), 3)
     with pytest.raises(ConfigError, match="without its first 3 batches: prepare the loader first"):
         prepare(raw)
-
-
-class Doubled(DataLoader[Any]):
-    """A loader of the user's, whose batches come from a generator."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield batch * 2
 
 
 @pytest.mark.parametrize("stateful", [False, True])

@@ -13,7 +13,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.local_sgd import LocalSGD
 from tests.training.harness import run_ranks
 from tests.training.meshes import Tiny, accelerator_for
-from tests.training.single import forget_states, fresh_rank  # noqa: F401
+from tests.training.single import forget_states
 
 
 def train(enabled: bool) -> list[float]:

@@ -16,7 +16,6 @@ from notebook_accel import Accelerator, GradientAccumulationPlugin
 from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
 from tests.training.meshes import FLOAT_ERROR
 from tests.training.resuming import train
-from tests.training.single import fresh_rank  # noqa: F401
 
 SAMPLES, WINDOW = 12, 3
 STOP = 11  # batches: in the second window of the second epoch, whose first batch is number 3

@@ -19,7 +19,7 @@ from notebook_accel import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
 )
-from tests.training.single import Told, be, fresh_rank  # noqa: F401
+from tests.training.single import Told, be
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
 

@@ -31,7 +31,7 @@ from tests.training.meshes import (
     train_decoder,
     twin,
 )
-from tests.training.scripts.parts import gpt2
+from tests.training.scripts.parts import bert, gpt2
 
 ROUNDING = 2.0**-8  # of bf16
 
@@ -211,18 +211,8 @@ def read_on_rank_0(folder: str) -> dict[str, Any]:
 
 
 def test_transformers_is_told_that_rank_0_reads_for_all(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=16,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-    )
-    torch.manual_seed(3)
-    model = transformers.BertModel(config)
+    pytest.importorskip("transformers")
+    model: Any = bert().bert
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = model(input_ids=torch.arange(8).view(2, 4)).last_hidden_state

@@ -33,7 +33,6 @@ from notebook_accel import (
 from notebook_accel.training import checkpoint
 from notebook_accel.training.data.samplers import SeedableRandomSampler
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
 
 INPUTS = torch.ones(3, 4)
 

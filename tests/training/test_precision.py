@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from notebook_accel import Accelerator, AutocastKwargs, ConfigError, GradScalerKwargs
-from tests.training.single import fresh_rank  # noqa: F401
 
 
 class Outputs(NamedTuple):

@@ -17,7 +17,6 @@ from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batc
 from notebook_accel.training.processes.random_numbers import set_seed
 from tests.training.harness import run_ranks
 from tests.training.loading import numbers, prepare
-from tests.training.single import fresh_rank  # noqa: F401
 
 EPOCHS = 3
 

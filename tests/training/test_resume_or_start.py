@@ -21,7 +21,6 @@ from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
 from tests.training import resuming
 from tests.training.harness import run_ranks
 from tests.training.meshes import accelerator_for, data, make
-from tests.training.single import fresh_rank  # noqa: F401
 
 EPOCHS, SAMPLES = 3, 10
 

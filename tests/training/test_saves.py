@@ -25,7 +25,6 @@ from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.processes.topology import barrier
 from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_checkpoint import Evil
 from tests.waiting import eventually
 

@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler
 
 from notebook_accel import AcceleratedScheduler, Accelerator, GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import Accumulation
-from tests.training.single import fresh_rank  # noqa: F401
 
 
 def setup(make: Any, rate: float = 1.0, **settings: Any) -> tuple[Accelerator, Any, Any]:

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
-from transformers import BertConfig, BertForSequenceClassification, get_scheduler
+from transformers import get_scheduler
 
 from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.scripts.parts import bert
 
 
 @pytest.fixture(autouse=True)
@@ -36,31 +36,12 @@ def sentences(count: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def classifier() -> nn.Module:
-    """What ``AutoModelForSequenceClassification.from_pretrained`` gives, without a download."""
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=20,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=8,
-            num_labels=2,
-            # A loss of two samples falls surely without it alone.
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
 def a_full_training() -> dict[str, Any]:
     """A schedule counted with the prepared loader, made after ``prepare`` and stepped bare."""
     train_dataloader = DataLoader(sentences(8), shuffle=True, batch_size=2)  # type: ignore[arg-type]
     eval_dataloader = DataLoader(sentences(7), batch_size=2)  # type: ignore[arg-type]
     accelerator = Accelerator()
-    model = classifier()
+    model = bert()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     train_dl, eval_dl, model, optimizer = accelerator.prepare(
         train_dataloader, eval_dataloader, model, optimizer
@@ -112,7 +93,7 @@ def an_unprepared_optimizer() -> dict[str, Any]:
 
     train_dataset = [{"text": f"abcd{i}", "label": i % 2} for i in range(8)]
     train_loader = DataLoader(train_dataset, batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    model = classifier()
+    model = bert()
     accelerator = Accelerator()
     model, train_loader = accelerator.prepare(model, train_loader)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -38,7 +38,6 @@ from tests.training.meshes import (
     data,
     loss_of,
 )
-from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_checkpoint import Evil
 
 STEPS = 3

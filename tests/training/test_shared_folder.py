@@ -12,7 +12,6 @@ from torch import nn
 
 from notebook_accel import Accelerator, ProjectConfiguration, RunStopped, notebook_launcher
 from notebook_accel.training.checkpoint.start import find_damage
-from tests.training.single import fresh_rank  # noqa: F401
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import notebook_accel
 from notebook_accel import utils
 from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from tests.training.single import forget_states, fresh_rank  # noqa: F401
+from tests.training.single import forget_states
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from notebook_accel.training.preparing.state_after_stop import (
     copy_on_meta,
     fill,
 )
-from tests.launches import call, launch
+from tests.launches import call, on_cpu
 from tests.training.harness import skip_unless_it_runs
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 from tests.waiting import eventually
@@ -87,8 +87,7 @@ def train(mesh: str | None, folder: str) -> None:
 
 
 def begin(mesh: str | None, num_ranks: int, folder: Path) -> Run:
-    config = LaunchConfig(num_processes=num_ranks, devices="cpu")
-    run = launch(train, (mesh, str(folder)), config=config, view=View(), block=False)
+    run = on_cpu(train, mesh, str(folder), n=num_ranks, block=False)
     for rank in range(num_ranks):
         eventually((folder / f"waits-{rank}").exists, within=SOON, what="it trains")
     return run
@@ -217,8 +216,7 @@ def test_what_is_not_on_disk_is_told(
     if what == "full disk":
         full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         monkeypatch.setattr(torch, "save", full)
-    config = LaunchConfig(num_processes=1, devices="cpu")
-    run = launch(endless, (str(tmp_path), what), config=config, view=View(), block=False)
+    run = on_cpu(endless, str(tmp_path), what, n=1, block=False)
     eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
     call_of(run).press(1)
     with pytest.raises(RunStopped, match=why):
@@ -269,7 +267,7 @@ def session() -> Iterator[Session]:
 
 def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
     def stopped(kind: str) -> Run:
-        run = call(session, endless, (str(tmp_path), kind), view=View(), block=False)
+        run = call(session, endless, (str(tmp_path), kind), block=False)
         eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
         (tmp_path / "waits-0").unlink()
         if kind == "reads":
@@ -289,7 +287,7 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
     # It ended by itself, and gave what it wanted to.
     assert stopped("reads").rescued is None
     # Nothing is trained any more, and nothing of the calls before is kept.
-    run = call(session, time.sleep, (1000,), view=View(), block=False)
+    run = call(session, time.sleep, (1000,), block=False)
     eventually(lambda: run.status == "running", within=SOON, what="it sleeps")
     call_of(run).press(1)
     with pytest.raises(RunStopped) as caught:
@@ -304,9 +302,8 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press_once_it_waits).start()
-    config = LaunchConfig(num_processes=1, devices="cpu")
     with pytest.raises(KeyboardInterrupt, match=r"is kept: last_run\(\)\.rescued$") as caught:
-        launch(endless, (str(tmp_path),), config=config, view=View())
+        on_cpu(endless, str(tmp_path), n=1)
     typed = str(caught.value).partition("is kept: ")[2]
     rescued = eval(typed, {"last_run": notebook_accel.last_run})
     assert rescued.models[0].weight.item() == 7.0

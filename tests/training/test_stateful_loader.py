@@ -18,8 +18,7 @@ from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.loader_wrapper import SkipDataLoader
 from notebook_accel.training.data.loaders import DataLoaderShard
 from tests.training.harness import run_ranks
-from tests.training.loading import lists, numbers, prepare
-from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.loading import Doubled, lists, numbers, prepare
 
 
 class Resumable(IterableDataset):
@@ -158,14 +157,6 @@ def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, pe
     assert isinstance(again, kind)
     assert isinstance(again.base_dataloader, StatefulDataLoader)
     assert [batch.item() % 100 for batch in again] == [0, 1, 2, 3]
-
-
-class Doubled(DataLoader[Any]):
-    """A loader of the user's, whose batches come from a generator."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield batch * 2
 
 
 def test_a_users_own_loader_goes_on_by_counting() -> None:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
 
 
 class TwoInputs(nn.Module):

@@ -20,7 +20,7 @@ from notebook_accel.utils import LoggerType
 
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
 from tests.training.harness import run_ranks
-from tests.training.single import Told, be, fresh_rank  # noqa: F401
+from tests.training.single import Told, be
 
 
 class Recorder(GeneralTracker):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.view import View
 from tests.launches import launch
 from tests.training.test_seeds import all_loops, assert_trained
 from tests.xla.plain import run
@@ -37,7 +36,7 @@ def test_on_two_ranks(two_ranks: int, tmp_path: Path) -> None:
     def train() -> dict[str, object]:
         return all_loops(str(tmp_path), "bf16")
 
-    run = launch(train, (), config=LaunchConfig(engine="xla"), view=View())
+    run = launch(train, (), config=LaunchConfig(engine="xla"))
     assert len(run.results) == two_ranks
     assert_trained(run.results)
     bars = {(bar.rank, bar.n, bar.total) for bar in run.progress}

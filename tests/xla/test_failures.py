@@ -17,7 +17,6 @@ import torch
 from notebook_accel import RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.run_list import runs
-from notebook_accel.launch.view import View
 from notebook_accel.rank.this_rank import current
 from tests.engines.contract import _interrupts_when
 from tests.engines.processes import gone
@@ -33,7 +32,7 @@ XLA = LaunchConfig(engine="xla", grace=5.0)
 
 def fails(function: Callable[[], Any]) -> WorkerError:
     with pytest.raises(WorkerError) as caught:
-        launch(function, (), config=XLA, view=View())
+        launch(function, (), config=XLA)
     eventually(lambda: gone(set(caught.value.run.pids)), within=20, what="the processes ended")
     return caught.value
 
@@ -89,7 +88,7 @@ def test_ranks_whose_process_is_killed() -> None:
 
 
 def begun(function: Callable[[], Any]) -> Run:
-    run = launch(function, (), config=XLA, view=View(), block=False)
+    run = launch(function, (), config=XLA, block=False)
     eventually(lambda: run.logs().count("begins") == 2, within=150, what="both ranks began")
     return run
 
@@ -135,7 +134,7 @@ def test_an_interrupt_between_steps() -> None:
         return any(run.id not in before and has_moved(run) for run in runs())
 
     with pytest.raises(KeyboardInterrupt) as caught, _interrupts_when(is_training, within=150):
-        launch(train_for_ever, (), config=XLA, view=View())
+        launch(train_for_ever, (), config=XLA)
     run: Run = caught.value.run  # type: ignore[attr-defined]
     assert run.status == "stopped"
     assert len(run.rescued.models) == 1

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.view import View
 from tests.launches import launch
 from tests.xla.functions import new_model, train
 
@@ -30,7 +29,7 @@ def run_all(engine: str, cases: dict[str, Any], **settings: Any) -> list[dict[st
         return {name: train(model, **options) for name, options in cases.items()}
 
     config = LaunchConfig(engine=engine, **settings)
-    return launch(train_all, (), config=config, view=View()).results
+    return launch(train_all, (), config=config).results
 
 
 @pytest.fixture(scope="module")

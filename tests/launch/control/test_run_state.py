@@ -11,23 +11,6 @@ from notebook_accel import wire
 from notebook_accel.launch.control.run_state import RunState, starting
 from tests.notebook.states import after, logged
 
-MESSAGES: list[wire.Message] = [
-    wire.AgentReady(pids={0: 11, 1: 12}),
-    wire.CallStarted(rank=0, process=21),
-    logged(0, {"loss": 0.5}, step=3),
-    wire.Bar(rank=0, bar=1, name="epoch", n=1, total=10),
-    wire.Notice(text="mind"),
-    wire.Output(rank=0, text="hello\n"),
-    wire.Sample(
-        rank=0, usage=wire.Usage(batches=3, total_batches=10, pass_start=2, steps=4, memory=5)
-    ),
-    wire.Returned(rank=0, value=wire.Packet(), made_group=True),
-    wire.Raised(rank=0, kind="exception", type_name="E", text="", traceback=""),
-    wire.RankEnded(rank=0, exitcode=0, wall=9.0),
-    wire.Stacks(rank=0, text="here"),
-    wire.Displayed(rank=0, data={"text/html": "here"}, display_id="x"),
-]
-
 
 @pytest.fixture
 def state() -> RunState:

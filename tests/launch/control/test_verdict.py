@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -11,8 +12,8 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.pool import AgentEnd
-from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
-from notebook_accel.launch.control.verdict import Verdict, judge
+from notebook_accel.launch.control.run_state import Failure, RankState, RunState, apply, starting
+from notebook_accel.launch.control.verdict import Verdict, hint_lines, judge
 
 LOGS = "/runs/r"
 
@@ -227,10 +228,26 @@ def test_a_signal_is_named_with_its_likely_cause(signal: int, name: str, likely:
     assert (told.signal, told.exitcode, told.traceback) == (name, None, "")
 
 
+def failed_with(text: str) -> RankState:
+    return RankState(rank=0, failure=raised(0, text))
+
+
 def test_tensors_that_do_not_go_together_lead_to_the_debug_mode() -> None:
-    said = wire.Output(rank=1, text="what(): Is there a distributed collective mismatch?\n")
-    assert "debug=True" in failure(run(2, said, died(1, signal=6), *ended_by_agent(0))).message
-    assert "debug=True" not in failure(run(2, died(1, signal=6), *ended_by_agent(0))).message
+    words = "data size doesn't match expected size"
+    for rank in (failed_with(words), RankState(rank=0, signal=6, tail=("what():", words))):
+        empty, hint = hint_lines(rank)
+        assert not empty
+        assert "debug=True" in hint
+    assert hint_lines(failed_with("bad batch")) == hint_lines(RankState(rank=0, signal=9)) == []
+
+
+def test_memory_of_a_device_that_the_notebook_itself_holds() -> None:
+    words = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB "
+        "of which 1.00 GiB is free. Process {} has 14.00 GiB memory in use. Of the allocated ..."
+    )
+    assert "this notebook's own kernel" in hint_lines(failed_with(words.format(os.getpid())))[1]
+    assert hint_lines(failed_with(words.format(os.getppid()))) == []
 
 
 def test_ranks_that_failed_alike_share_a_line() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accel import ConfigError, RunStopped, WorkerError, notebook_launcher
+from notebook_accel import RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.run_list import runs
@@ -315,12 +315,6 @@ def test_arguments_that_the_engine_does_not_use_are_named_in_one_line() -> None:
     assert notebook_launcher(lambda: 1, engine="inline", view="none").state.notices == ()
     run = notebook_launcher(lambda: 1, engine="inline", view="none", config={"grace": 3.0})
     assert run.state.notices[0].startswith("grace is not used by engine='inline'")
-
-
-def test_two_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_processes=2"):
-        inline(lambda: 1, settings={"num_processes": 2})
-    assert inline(lambda: 1, settings={"num_processes": 1}).results == [1]
 
 
 _TWICE = """

@@ -31,7 +31,7 @@ def carried(packet: wire.Packet) -> wire.Packet:
 
 @pytest.mark.parametrize(
     "buffers",
-    [(), (b"",), (SMALL, b"", SMALL), (SMALL, LARGE)],
+    [(), (b"",), (SMALL, b"", SMALL), (SMALL, b"", b"odd", LARGE)],
     ids=["none", "an empty one", "small", "large"],
 )
 def test_a_value_comes_back_as_it_was(buffers: tuple[bytes, ...]) -> None:

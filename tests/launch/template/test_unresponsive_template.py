@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import Template, template
-from notebook_accel.launch.view import View
 from tests.engines.processes import gone
-from tests.launches import launch
+from tests.launches import on_cpu
 from tests.templates import import_little
 from tests.waiting import eventually
 
@@ -45,9 +43,8 @@ def ready() -> Iterator[Template]:
     eventually(lambda: gone([source.pid]), within=SOON, what="the old template is gone")
 
 
-def a_launch(number: int = 1) -> list[Any]:
-    config = LaunchConfig(num_processes=2, devices="cpu")
-    return launch(lambda: number, config=config, view=View()).results
+def a_launch() -> list[Any]:
+    return on_cpu(lambda: 1).results
 
 
 def test_a_template_that_answers_garbage_is_replaced(ready: Template) -> None:
@@ -77,8 +74,7 @@ def test_launches_of_two_threads_with_other_variables(monkeypatch: pytest.Monkey
     def launch_one(number: int) -> None:
         try:
             environment = {"OMP_OF_A_TEST": f"test-{number}"}
-            config = LaunchConfig(num_processes=1, devices="cpu", env=environment)
-            run = launch(lambda: os.environ["OMP_OF_A_TEST"], config=config, view=View())
+            run = on_cpu(lambda: os.environ["OMP_OF_A_TEST"], n=1, env=environment)
             results[number] = run.results
         except BaseException as error:
             results[number] = error

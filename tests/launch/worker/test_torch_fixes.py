@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.view import View
 from notebook_accel.launch.worker import torch_fixes
 from notebook_accel.rank import group_store
-from tests.launches import launch
+from tests.launches import on_cpu
 
 if TYPE_CHECKING:
     import pytest
@@ -44,8 +42,7 @@ def test_a_backward_leaves_nothing_that_needs_the_gil() -> None:
         dist.destroy_process_group()
         return stashed == [False]
 
-    config = LaunchConfig(num_processes=2, devices="cpu")
-    assert launch(train, config=config, view=View()).results == [True, True]
+    assert on_cpu(train).results == [True, True]
 
 
 def in_a_process(act: Callable[[], bool]) -> bool:
@@ -131,9 +128,7 @@ def make_groups(folder: Path) -> list[int]:
 
 def test_a_rank_has_its_group_once_all_have_it(tmp_path: Path) -> None:
     """Or it would destroy it under the other: "Connection closed by peer" there."""
-    config = LaunchConfig(num_processes=2, devices="cpu")
-    made = launch(make_groups, args=(tmp_path,), config=config, view=View())
-    assert made.results == [[], []]
+    assert on_cpu(make_groups, tmp_path).results == [[], []]
 
 
 def test_a_group_that_could_not_be_made_is_not_counted() -> None:
@@ -201,11 +196,10 @@ def test_one_variable_leaves_torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
         ]
         return found, int(number)
 
-    config = LaunchConfig(num_processes=2, devices="cpu")
-    replaced, _ = launch(look, config=config, view=View()).results[0]
+    replaced, _ = on_cpu(look).results[0]
     assert len(replaced) == 4
     monkeypatch.setenv("NOTEBOOK_ACCEL_TORCH_FIXES", "0")
-    assert launch(look, config=config, view=View()).results == [([], 2), ([], 2)]
+    assert on_cpu(look).results == [([], 2), ([], 2)]
 
 
 # Another torch: one name is gone, and one has another parameter first.
