@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["open_descriptors"]
-
 
 def open_descriptors() -> set[str]:
     """Each open descriptor and what it is: its number alone tells nothing."""

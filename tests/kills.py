@@ -29,8 +29,6 @@ from notebook_accel import GradScalerKwargs
 from tests.training.harness import RankError, run_ranks
 from tests.training.meshes import LAYOUTS, accelerator_for, data, loss_of, make
 
-__all__ = ["CASES", "Report", "main", "run_case"]
-
 # layout (None: DDP), precision, whether checkpoints are written in the background
 CASES: dict[str, tuple[str | None, str, bool]] = {
     "ddp": (None, "no", False),

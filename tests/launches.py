@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.launcher import Session
     from notebook_accel.launch.run import Run
 
-__all__ = ["call", "launch", "on_cpu", "without_gloo"]
-
 
 def launch(function: Callable[..., Any], args: Sequence[Any] = (), **asked: Any) -> Run:
     """Launch ``function(*args)``; ``asked`` are the other fields of the request."""

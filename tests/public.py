@@ -9,8 +9,6 @@ from pathlib import Path
 
 import notebook_accel
 
-__all__ = ["DOORS", "PACKAGE", "public_names"]
-
 PACKAGE = Path(notebook_accel.__file__).parent
 
 

@@ -27,8 +27,6 @@ from notebook_accel import WorkerError
 from notebook_accel.config import LaunchConfig
 from tests.launches import launch
 
-__all__ = ["Traces", "look", "soak"]
-
 _MAX_BYTES = 30_000_000
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from notebook_accel.launch.template import handle
 from notebook_accel.wire import ImportItem
 
-__all__ = ["IMPORT_LITTLE", "import_little"]
-
 IMPORT_LITTLE = "from tests.templates import import_little; import_little()\n"
 _SERVE = "from notebook_accel.launch.template.process import serve"
 # What optimizers and our training need: more than half of what a template imports.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["eventually"]
-
 
 def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
     deadline = time.monotonic() + within

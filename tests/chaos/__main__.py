@@ -24,7 +24,6 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from tests.chaos.kernels import Kernel
 
-__all__ = ["Chaos", "main"]
 
 _VICTIMS = {
     "rank": 40,

@@ -19,8 +19,6 @@ from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.wire import ImportItem
 from tests.launches import launch
 
-__all__ = ["KINDS", "count_files", "end", "follow", "start", "stop", "work"]
-
 _END_SECONDS = 20.0
 
 _runs: list[Any] = []

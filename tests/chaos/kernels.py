@@ -24,8 +24,6 @@ import psutil
 from tests.engines.processes import marked
 from tests.kernel.notebooks import MARK, Notebook, open_notebook
 
-__all__ = ["Census", "Kernel", "Plain", "Real"]
-
 ROOT = Path(__file__).parents[2]
 _ANSWER_SECONDS = 90.0
 # As in a real kernel, an interrupt hits a command once, and never what is between two.

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["ROOT", "SCRIPT", "losses", "notebook_accel", "run"]
-
 ROOT = Path(__file__).parents[2]
 # The loop of the tutorials, as a function for notebooks and as a script.
 SCRIPT = """

@@ -15,7 +15,6 @@ from notebook_accel.launch.engines.elastic import ElasticEngine, join
 if TYPE_CHECKING:
     from notebook_accel.launch.launch_request import LaunchRequest
 
-__all__ = ["KIND", "NAME", "JoinedEngine", "register"]
 
 NAME = "elastic, joined"
 KIND = EngineKind(

@@ -11,8 +11,6 @@ import psutil
 
 from notebook_accel.config.checks import too_old_torch
 
-__all__ = ["below", "files_left", "gone", "marked", "of_launches", "runs_of_run"]
-
 
 def below(pid: int) -> list[psutil.Process]:
     try:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["in_job"]
 
 _SRUN = """#!/bin/bash
 options=()

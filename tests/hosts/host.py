@@ -14,8 +14,6 @@ import psutil
 
 from tests.waiting import eventually
 
-__all__ = ["ADDRESS_A", "ADDRESS_B", "HostB", "host_b"]
-
 ADDRESS_A = "10.77.0.1"
 ADDRESS_B = "10.77.0.2"
 ROOT = Path(__file__).parents[2]

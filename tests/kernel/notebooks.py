@@ -19,7 +19,6 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from tests.notebook.kernels import Kernel
 
-__all__ = ["MARK", "Notebook", "open_notebook"]
 
 MARK = "NOTEBOOK_ACCEL_TEST_MARK"
 # Starting a kernel, a template, or anything else that imports torch on a busy machine: less than

@@ -25,8 +25,6 @@ from notebook_accel.system import processes
 from tests.engines.processes import below
 from tests.waiting import eventually
 
-__all__ = ["SECONDS", "AgentByHand", "agent_by_hand"]
-
 # Wide enough for a busy machine.
 SECONDS = 60.0
 

@@ -28,20 +28,6 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from jupyter_client.blocking.client import BlockingKernelClient
 
-__all__ = [
-    "INSTALLED",
-    "MATRIX",
-    "OTHERS",
-    "TRAIN",
-    "Console",
-    "Kernel",
-    "Reply",
-    "VSCode",
-    "kernel_environment",
-    "kernel_manager",
-    "open_kernel",
-    "overlay",
-]
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = "installed"

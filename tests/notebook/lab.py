@@ -21,7 +21,6 @@ from tests.ports import free_port
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page
 
-__all__ = ["Lab", "Notebook", "describe_pages", "open_browser", "open_lab"]
 
 _TOKEN = "token"
 # A page is megabytes of code, and its kernel starts meanwhile: on a busy machine that takes long.

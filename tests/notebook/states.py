@@ -10,8 +10,6 @@ from notebook_accel import wire
 from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.run_state import Failure, RunState, apply, starting
 
-__all__ = ["after", "logged", "metrics", "running", "succeeded", "with_failed"]
-
 
 def after(state: RunState, *messages: wire.Message) -> RunState:
     for message in messages:

@@ -6,8 +6,6 @@ from typing import Any
 
 from ipywidgets.widgets import widget as widget_module
 
-__all__ = ["classes", "field", "inside", "live_widgets", "part"]
-
 
 def inside(widget: Any) -> list[Any]:
     children = getattr(widget, "children", ())

@@ -34,15 +34,6 @@ from notebook_accel import ConfigError, training
 from notebook_accel.config.checks import too_old_torch
 from notebook_accel.system.processes import die_with_parent
 
-__all__ = [
-    "RankError",
-    "refusal_of",
-    "run_ranks",
-    "runs_here",
-    "skip_unless_it_runs",
-    "with_long_ones",
-]
-
 _ROOT = Path(__file__).parents[2]
 _LENGTH = struct.Struct("!Q")
 _SETTLE_SECONDS = 1.0

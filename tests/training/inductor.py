@@ -13,8 +13,6 @@ from notebook_accel import Accelerator
 from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from tests.training.harness import run_ranks
 
-__all__ = ["train_blocks"]
-
 pytestmark = [
     # The compiler may have to begin anew, on a machine that does other things too.
     pytest.mark.timeout(400),

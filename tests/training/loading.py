@@ -14,21 +14,6 @@ from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration
 from notebook_accel.training.stepping.active_loaders import active_loaders
 
-__all__ = [
-    "CPU",
-    "LISTS",
-    "TABLE",
-    "Doubled",
-    "Sharded",
-    "SizedStream",
-    "Stream",
-    "lists",
-    "no_pass_is_left",
-    "numbers",
-    "prepare",
-    "read",
-]
-
 CPU = torch.device("cpu")
 
 

@@ -27,31 +27,6 @@ from notebook_accel import (
     ParallelismConfig,
 )
 
-__all__ = [
-    "BY_RANK",
-    "FLOAT_ERROR",
-    "LAYOUTS",
-    "MESHES",
-    "PIPELINES",
-    "SCALE",
-    "THREE",
-    "WORDS",
-    "Block",
-    "Deep",
-    "Tiny",
-    "accelerator_for",
-    "blocks",
-    "check_run",
-    "check_weights",
-    "data",
-    "loss_of",
-    "make",
-    "train",
-    "train_decoder",
-    "twin",
-    "weights_of",
-]
-
 FLOAT_ERROR = 1e-6
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Of fp16: nothing overflows. Steps that are skipped have tests of their own.
@@ -112,91 +87,61 @@ def is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     return recurse or isinstance(module, Block)
 
 
-sizes = functools.partial(ParallelismConfig, tp_plan=PLAN)
+def sharded(make: Any = plugin, **fields: Any) -> dict[str, Any]:
+    return {"fsdp_plugin": make(**fields)}
+
+
+def divided(**sizes: Any) -> dict[str, Any]:
+    return {"parallelism_config": ParallelismConfig(**{"tp_plan": PLAN, **sizes})}
+
+
+BY_SIZE = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
+ON_THE_HOST = {"reshard_after_forward": False, "cpu_offload": True}
+OF_ITS_OWN = {
+    "auto_wrap_policy": is_block,
+    "ignored_modules": r"blocks\.1\.down",
+    "activation_checkpointing": True,
+    "activation_checkpointing_offload": True,
+}
 # name: ranks, shares of the data, what the user asks for (made on the rank)
 MESHES: dict[str, tuple[int, int, Any]] = {
-    "fsdp": (2, 2, lambda: {"fsdp_plugin": plugin()}),
-    "fsdp, blocks": (2, 2, lambda: {"fsdp_plugin": blocks()}),
-    "fsdp, blocks by size": (
-        2,
-        2,
-        lambda: {
-            "fsdp_plugin": plugin(auto_wrap_policy="size_based_wrap", min_num_params=100),
-        },
-    ),
-    "fsdp, kept whole, on the host": (
-        2,
-        2,
-        lambda: {"fsdp_plugin": blocks(reshard_after_forward=False, cpu_offload=True)},
-    ),
-    "fsdp, forward twice": (
-        2,
-        2,
-        lambda: {"fsdp_plugin": blocks(activation_checkpointing=True)},
-    ),
-    "fsdp, a function chooses, a part is ignored": (
-        2,
-        2,
-        lambda: {
-            "fsdp_plugin": plugin(
-                auto_wrap_policy=is_block,
-                ignored_modules=r"blocks\.1\.down",
-                activation_checkpointing=True,
-                activation_checkpointing_offload=True,
-            )
-        },
-    ),
-    "fsdp, nothing in parts": (2, 2, lambda: {"fsdp_plugin": plugin(sharding_strategy="NO_SHARD")}),
-    "tensor": (2, 1, lambda: {"parallelism_config": sizes(tp_size=2)}),
-    "fsdp x tensor": (
-        4,
-        2,
-        lambda: {
-            "fsdp_plugin": blocks(),
-            "parallelism_config": sizes(dp_shard_size=2, tp_size=2),
-        },
-    ),
-    "replicas x tensor": (
-        4,
-        2,
-        lambda: {"parallelism_config": sizes(dp_replicate_size=2, tp_size=2)},
-    ),
+    "fsdp": (2, 2, sharded),
+    "fsdp, blocks": (2, 2, lambda: sharded(blocks)),
+    "fsdp, blocks by size": (2, 2, lambda: sharded(**BY_SIZE)),
+    "fsdp, kept whole, on the host": (2, 2, lambda: sharded(blocks, **ON_THE_HOST)),
+    "fsdp, forward twice": (2, 2, lambda: sharded(blocks, activation_checkpointing=True)),
+    "fsdp, a function chooses, a part is ignored": (2, 2, lambda: sharded(**OF_ITS_OWN)),
+    "fsdp, nothing in parts": (2, 2, lambda: sharded(sharding_strategy="NO_SHARD")),
+    "tensor": (2, 1, lambda: divided(tp_size=2)),
+    "fsdp x tensor": (4, 2, lambda: {**sharded(blocks), **divided(dp_shard_size=2, tp_size=2)}),
+    "replicas x tensor": (4, 2, lambda: divided(dp_replicate_size=2, tp_size=2)),
     "replicas x fsdp": (
         4,
         4,
-        lambda: {
-            "fsdp_plugin": blocks(),
-            "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
-        },
+        lambda: {**sharded(blocks), **divided(dp_replicate_size=2, dp_shard_size=2, tp_plan=None)},
     ),
 }
 
 
 BY_RANK = "1F1B, shards, files by rank"
 THREE = "1F1B, three micro-batches"
+INTERLEAVED = "Interleaved1F1B"
+IN_STAGES = {"*.up": "colwise", "*.down": "rowwise"}
 PIPELINES: dict[str, tuple[int, int, Any]] = {
-    "1F1B": (2, 1, lambda: {"parallelism_config": sizes(pp_size=2, num_microbatches=2)}),
+    "1F1B": (2, 1, lambda: divided(pp_size=2, num_microbatches=2)),
     THREE: (2, 1, lambda: staged(num_microbatches=3)),
     "GPipe": (2, 1, lambda: staged(pp_schedule="GPipe")),
-    "Interleaved1F1B": (2, 1, lambda: staged(pp_schedule="Interleaved1F1B")),
+    "Interleaved1F1B": (2, 1, lambda: staged(pp_schedule=INTERLEAVED)),
     "1F1B, replicas": (4, 2, lambda: staged(dp_replicate_size=2)),
     "1F1B, shards": (4, 2, lambda: staged(dp_shard_size=2)),
-    "Interleaved1F1B, shards": (
-        4,
-        2,
-        lambda: staged(dp_shard_size=2, pp_schedule="Interleaved1F1B"),
-    ),
-    BY_RANK: (4, 2, lambda: {**staged(dp_shard_size=2), "fsdp_plugin": plugin()}),
-    "1F1B, tensor": (
-        4,
-        1,
-        lambda: staged(tp_size=2, tp_plan={"*.up": "colwise", "*.down": "rowwise"}),
-    ),
+    "Interleaved1F1B, shards": (4, 2, lambda: staged(dp_shard_size=2, pp_schedule=INTERLEAVED)),
+    BY_RANK: (4, 2, lambda: {**staged(dp_shard_size=2), **sharded()}),
+    "1F1B, tensor": (4, 1, lambda: staged(tp_size=2, tp_plan=IN_STAGES)),
 }
 
 
 def staged(**asked: Any) -> dict[str, Any]:
-    return {"parallelism_config": ParallelismConfig(pp_size=2, **asked)}
+    return divided(pp_size=2, **{"tp_plan": None, **asked})
 
 
 # A loop that calls ``forward_backward`` is the same for all.

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 from tests.training.meshes import LAYOUTS, accelerator_for, data, loss_of, make
 
-__all__ = ["train"]
-
 
 def train(
     folder: Path | str,

@@ -10,8 +10,6 @@ import pytest
 import notebook_accel
 from notebook_accel.rank import this_rank
 
-__all__ = ["Told", "be", "forget_states", "fresh_rank"]
-
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

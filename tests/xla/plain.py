@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-__all__ = ["run"]
-
 
 def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(

@@ -29,7 +29,6 @@ from notebook_accel.launch.view import View
 if TYPE_CHECKING:
     from notebook_accel.launch.control.run_state import RunState
 
-__all__ = ["DrawnStates", "PlayedAgent", "PlayedRun", "played"]
 
 RUN = "r"
 # Wide enough for a busy machine.

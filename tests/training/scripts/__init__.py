@@ -8,6 +8,4 @@ from __future__ import annotations
 
 from tests.training.scripts import control, data, images, text
 
-__all__ = ["LOOPS"]
-
 LOOPS = {loop.__name__: loop for part in (text, images, control, data) for loop in part.LOOPS}

@@ -8,20 +8,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-__all__ = [
-    "Points",
-    "Sentences",
-    "bert",
-    "fingerprint",
-    "gpt2",
-    "mlp",
-    "mlp_and_sgd",
-    "points",
-    "seeded",
-    "step_of",
-    "update",
-]
-
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
