@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import launcher
 from notebook_accel.launch.launch_request import LaunchRequest
+from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.view import View
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.launcher import Session
-    from notebook_accel.launch.run import Run
 
 
 def launch(function: Callable[..., Any], args: Sequence[Any] = (), **asked: Any) -> Run:

@@ -8,8 +8,6 @@ import pydoc
 import re
 import shutil
 import stat
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, fields
 from enum import Enum
 from pathlib import Path
@@ -23,6 +21,7 @@ from notebook_accel.config import LaunchConfig, default_config_path, resolve, wr
 from notebook_accel.config.checks import check_enough
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import settings_of
+from tests.interpreters import run_script
 from tests.public import PACKAGE
 
 FULL = LaunchConfig(
@@ -797,21 +796,14 @@ def test_a_setting_added_in_one_line_appears_everywhere(tmp_path: Path) -> None:
     package = shutil.copytree(
         PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
     )
-    file = package / "config" / "launch_config.py"
+    module = package / "config" / "launch_config.py"
     row = 'setting(check=checks.as_count, about="Steps of", unset="none", is_for_ranks=True)'
-    text = file.read_text()
+    text = module.read_text()
     anchor = "    fsdp: Mapping[str, Any] | None"
-    file.write_text(text.replace(anchor, f"    warmup: int | None = {row}\n{anchor}"))
-    done = subprocess.run(
-        [sys.executable, "-c", _TRIAL, str(tmp_path / "it.yaml")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout == "everywhere\n", done.stderr
+    module.write_text(text.replace(anchor, f"    warmup: int | None = {row}\n{anchor}"))
+    file = str(tmp_path / "it.yaml")
+    said = run_script(_TRIAL, file, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert said == "everywhere\n"
 
 
 def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:

@@ -14,16 +14,13 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from notebook_accel.cli import main
 from tests.kernel.notebooks import open_notebook
 from tests.public import PACKAGE, public_names
-
-if TYPE_CHECKING:
-    from _pytest.mark.structures import ParameterSet
 
 DOCS = PACKAGE.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("[!n]*/*.md"))

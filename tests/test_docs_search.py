@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pytest
 
 from tests.notebook.lab import open_browser
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
 SPHINX = ROOT / "build" / "sphinx" / "bin" / "python"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreters import run_script
 from tests.public import PACKAGE, public_names
 
 ROOT = "notebook_accel"
@@ -412,11 +412,7 @@ print(json.dumps({"before": before, "after": after, "modules": sorted(sys.module
 def probe(modules: list[str], before: tuple[str, ...] = ()) -> dict[str, object]:
     """What a fresh interpreter looks like before and after it imports ``modules``."""
     script = _PROBE % {"modules": modules, "before": list(before)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, object] = json.loads(done.stdout)
+    result: dict[str, object] = json.loads(run_script(script))
     return result
 
 

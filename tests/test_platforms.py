@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.interpreters import run_script
 
 # Takes away what Linux alone has, before anything of ours is imported.
 ELSEWHERE = """
@@ -61,8 +60,4 @@ print("all of it works")
 
 @pytest.mark.long
 def test_a_system_without_memfd_pidfd_and_seals() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("all of it works\n")
+    assert run_script(ELSEWHERE).endswith("all of it works\n")

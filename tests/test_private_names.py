@@ -9,7 +9,6 @@ import importlib.metadata
 import inspect
 import multiprocessing
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.private import of_torch
+from tests.interpreters import run_script
 from tests.public import PACKAGE
 
 ROOM = PACKAGE / "private"
@@ -173,15 +173,7 @@ def _parameters(function: Any) -> list[str]:
 @cache
 def _seen_in_a_group() -> set[str]:
     """What a process finds that has a process group, alone in it."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LOOKS_IN_A_GROUP],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return set(run_script(_LOOKS_IN_A_GROUP).split())
 
 
 def _is_in_a_group(name: str) -> bool:
@@ -368,7 +360,7 @@ assert kernel.get_parent("shell")["header"]["session"] == "a"
 
 
 def _has_parent() -> bool:
-    return not subprocess.run([sys.executable, "-c", _ASKS_FOR_THE_PARENT], check=False).returncode
+    return run_script(_ASKS_FOR_THE_PARENT) == ""
 
 
 def _routes_replies() -> bool:

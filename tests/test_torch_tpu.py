@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
 from notebook_accel import LaunchError, tpu
+from tests.interpreters import run_script
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch_tpu") is None, reason="torch_tpu: make test-torch-tpu"),
@@ -42,15 +41,7 @@ print(notebook_launcher(train, num_processes=2, view="none").results)
 
 
 def run(script: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_script(script, timeout=280).splitlines()
 
 
 def test_what_the_package_uses_is_there() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.preflight import machine_with
 from notebook_accel.notebook.picker import devices_line
 from notebook_accel.wire import Devices
+from tests.interpreters import run_script
 
 V3, V5E = "0x0027", "0x0063"
 
@@ -187,13 +186,7 @@ def test_neither_kernel_nor_template_loads_torch_tpu(tmp_path: Path) -> None:
     (about / "entry_points.txt").write_text("[torch.backends]\ntorch_tpu = torch_tpu:load\n")
     loaded = tmp_path / "loaded"
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    told = subprocess.run(
-        [sys.executable, "-c", KERNEL],
-        env={**os.environ, "PYTHONPATH": path, "LOADED_IN": str(loaded)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout.split()
+    told = run_script(KERNEL, PYTHONPATH=path, LOADED_IN=str(loaded)).split()
     seen = loaded.read_text().split()
     assert len(seen) == 1, "the child that was asked for devices"
     assert not {*told} & {*seen}

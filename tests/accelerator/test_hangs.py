@@ -7,21 +7,18 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from notebook_accel import Accelerator, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.control.run_state import Hang
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view.plain import PlainView
 from tests.kernel.notebooks import open_notebook
 from tests.launches import launch
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import Hang
-    from notebook_accel.launch.run import Run
 
 _SECONDS = 15.0
 

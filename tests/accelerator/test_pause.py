@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, set_seed
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.run import Run
 from tests.accelerator.ranks import RANKS
 from tests.launches import launch
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 SOON = 60.0
 

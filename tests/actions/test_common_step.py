@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +20,10 @@ from notebook_accel import (
 )
 from notebook_accel.actions import common_actions as actions
 from notebook_accel.config.engines import ENGINES
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.run import Run, call_of
 from tests.engines import joined
 from tests.launches import launch
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 SOON = 60.0
 

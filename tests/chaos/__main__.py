@@ -13,17 +13,13 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from tests.chaos.kernels import Plain, Real
+from tests.chaos.kernels import Kernel, Plain, Real
 from tests.engines.processes import gone
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.chaos.kernels import Kernel
-
 
 _VICTIMS = {
     "rank": 40,

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import psutil
@@ -26,6 +26,7 @@ from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import template
@@ -35,9 +36,6 @@ from tests.engines.processes import below, gone, of_launches
 from tests.launches import call, launch, without_gloo
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 # Deadlines, wide enough for a busy machine; benchmarks/faults.py measures what users see.
 SOON = 5.0

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.config.engines import ENGINES, EngineKind
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.engines.elastic import ElasticEngine, join
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.launch_request import LaunchRequest
-
+from notebook_accel.launch.launch_request import LaunchRequest
 
 NAME = "elastic, joined"
 KIND = EngineKind(

@@ -13,18 +13,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.engines.contract import EngineContract
 from tests.engines.processes import marked
-from tests.kernel.notebooks import MARK, SLOW, open_notebook
+from tests.kernel.notebooks import MARK, SLOW, Notebook, open_notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +27,7 @@ from notebook_accel.config.engines import ENGINES
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.engines import machines
 from notebook_accel.launch.engines.elastic import join
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.transport.machine_link import Token
 from notebook_accel.launch.view import View
@@ -38,9 +39,6 @@ from tests.kernel.notebooks import open_notebook
 from tests.launches import launch, without_gloo
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 
 @pytest.fixture(autouse=True)

@@ -12,16 +12,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.hosts.host import ADDRESS_A, HostB, host_b
-from tests.kernel.notebooks import SLOW, open_notebook
+from tests.kernel.notebooks import SLOW, Notebook, open_notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
     pytest.skip("root, iproute2 and util-linux are needed", allow_module_level=True)

@@ -5,14 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kernel.notebooks import open_notebook
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
+from tests.kernel.notebooks import Notebook, open_notebook
 
 
 @pytest.fixture

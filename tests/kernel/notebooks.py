@@ -7,18 +7,13 @@ import textwrap
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import psutil
 
 from tests.engines.processes import marked
-from tests.notebook.kernels import Reply, open_kernel
+from tests.notebook.kernels import Kernel, Reply, open_kernel
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.notebook.kernels import Kernel
-
 
 MARK = "NOTEBOOK_ACCEL_TEST_MARK"
 # Starting a kernel, a template, or anything else that imports torch on a busy machine: less than

@@ -7,14 +7,12 @@ import re
 import shutil
 from base64 import b64decode
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kernel.notebooks import Notebook, open_notebook
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRAIN = """
 import pathlib, threading, time

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
+from tests.kernel.notebooks import Notebook
 
 OPTIONS = {
     "--help",

@@ -6,15 +6,12 @@ import os
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from tests.kernel.notebooks import SLOW, open_notebook
+from tests.kernel.notebooks import SLOW, Notebook, open_notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 
 def ask_debugger(notebook: Notebook, number: int, command: str, **arguments: Any) -> dict[str, Any]:

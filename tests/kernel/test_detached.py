@@ -11,17 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from tests.engines.processes import files_left, gone
-from tests.kernel.notebooks import SLOW, open_notebook
+from tests.kernel.notebooks import SLOW, Notebook, open_notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 _FUNCTIONS = """
 import time

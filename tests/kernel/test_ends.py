@@ -9,18 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from tests.engines.processes import files_left, gone
-from tests.kernel.notebooks import open_notebook
+from tests.kernel.notebooks import Notebook, open_notebook
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 # From the end of the kernel until nothing of ours is left: wide enough for a busy machine.
 GONE = 20.0

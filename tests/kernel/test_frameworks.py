@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kernel.notebooks import open_notebook
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
+from tests.kernel.notebooks import Notebook, open_notebook
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from notebook_accel.notebook.warming import imports_at_start
-from tests.kernel.notebooks import SLOW, open_notebook
+from tests.kernel.notebooks import SLOW, Notebook, open_notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 # Says whether a rank had a module before the function was called, and imports another one.
 FUNCTION = """

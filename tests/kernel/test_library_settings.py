@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from notebook_accel.launch.text.used_names import names_of
-from tests.kernel.notebooks import open_notebook
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.kernel.notebooks import Notebook
+from tests.kernel.notebooks import Notebook, open_notebook
 
 # Settings of first cells: what a rank is asked, and what a cell has done for it.
 _SETTINGS = """

@@ -11,17 +11,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from tests.kernel.notebooks import open_notebook
+from tests.kernel.notebooks import Notebook, open_notebook
+from tests.notebook.kernels import Reply
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
-    from tests.notebook.kernels import Reply
 
 SOON = 20.0
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kernel.notebooks import SLOW, open_notebook
+from tests.kernel.notebooks import SLOW, Notebook, open_notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 
 @pytest.fixture(scope="module")

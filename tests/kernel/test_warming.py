@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from typing import TYPE_CHECKING
-
-from tests.kernel.notebooks import SLOW
+from tests.interpreters import run_script
+from tests.kernel.notebooks import SLOW, Notebook
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from tests.kernel.notebooks import Notebook
 
 
 def test_fetching_the_launcher_starts_the_template_once(notebook: Notebook) -> None:
@@ -63,4 +57,4 @@ assert psutil.Process().children() == []
 # A kernel's template imports while the kernel does.
 assert was_imported == [False]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=SLOW)
+    run_script(code)

@@ -8,17 +8,14 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view.plain import PlainView
 from tests.launches import on_cpu
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 pytestmark = pytest.mark.serial
 

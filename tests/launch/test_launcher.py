@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -40,7 +40,8 @@ from notebook_accel import (
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.control.run_state import RunState
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
@@ -49,10 +50,6 @@ from tests.engines.processes import below
 from tests.launches import launch, on_cpu
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.launch.run import Run
 
 SOON = 20.0
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import csv
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import notebook_launcher
+from notebook_accel import Run, notebook_launcher
 from notebook_accel.launch.worker.library_metrics import lightning_callbacks
-
-if TYPE_CHECKING:
-    from notebook_accel import Run
 
 pytestmark = pytest.mark.timeout(240)
 

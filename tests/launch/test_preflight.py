@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import subprocess
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -30,6 +28,7 @@ from notebook_accel.launch.preflight import (
     crowding,
 )
 from notebook_accel.system import processes
+from tests.interpreters import run_script
 from tests.launches import launch
 
 
@@ -248,12 +247,6 @@ def test_an_old_torch_is_named_by_a_launch_and_an_import(tmp_path: Path) -> None
     metadata = tmp_path / "torch-2.6.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0+cu124\n")
-    ended = subprocess.run(
-        [sys.executable, "-c", _WITH_OLD_TORCH],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    told = run_script(_WITH_OLD_TORCH, PYTHONPATH=str(tmp_path))
     said = "torch 2.6.0+cu124 is installed, and torch 2.9 or newer is needed: pip install 'torch"
-    assert [line.startswith(said) for line in ended.stdout.splitlines()] == [True, True]
+    assert [line.startswith(said) for line in told.splitlines()] == [True, True]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +19,9 @@ from notebook_accel import (
     WorkerError,
 )
 from notebook_accel.launch.launcher import folder_to_resume
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.run import Run, call_of
 from tests.launches import launch
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 SOON = 60.0
 NUM_BATCHES = 30

@@ -16,18 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import port_names
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
 
 from tests.ports import free_port
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from jupyter_client.blocking.client import BlockingKernelClient
-
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = "installed"

@@ -11,16 +11,13 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbformat
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page
 
 from tests.notebook.kernels import kernel_environment
 from tests.ports import free_port
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page
-
 
 _TOKEN = "token"
 # A page is megabytes of code, and its kernel starts meanwhile: on a busy machine that takes long.

@@ -8,21 +8,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, Locator, expect
 
 from notebook_accel import runs
 from tests.notebook.kernels import INSTALLED, OTHERS
-from tests.notebook.lab import Lab, open_browser, open_lab
+from tests.notebook.lab import Lab, Notebook, open_browser, open_lab
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator
-
-    from tests.notebook.lab import Notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
@@ -17,12 +16,9 @@ from nbconvert.preprocessors.sanitize import SanitizeHTML
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from notebook_accel import wire
-from notebook_accel.render.snapshot import render_line, render_slim, render_snapshot
+from notebook_accel.render.snapshot import Snapshot, render_line, render_slim, render_snapshot
 from tests.notebook.states import after, logged, metrics, running, with_failed
 from tests.render.test_markup import Tags
-
-if TYPE_CHECKING:
-    from notebook_accel.render.snapshot import Snapshot
 
 # Mathematics, an empty line, Markdown and HTML that must stay text.
 # What GitHub keeps of HTML: html-pipeline's list, as far as it matters here. Of images it keeps

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from notebook_accel import ConfigError, notebook_launcher, runs
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks, launcher
 from notebook_accel.notebook.rank_displays import OnDemand
 from notebook_accel.notebook.views import Dashboard, Transcript, choose_view
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.view import View
 
 ACCELERATES = (
     "function",

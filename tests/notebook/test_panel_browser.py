@@ -7,19 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Locator, expect
 
 from tests.notebook.kernels import INSTALLED
-from tests.notebook.lab import open_browser, open_lab
+from tests.notebook.lab import Notebook, open_browser, open_lab
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Locator
-
-    from tests.notebook.lab import Notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 

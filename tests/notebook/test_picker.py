@@ -10,7 +10,7 @@ from html import unescape
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import pytest
@@ -19,6 +19,7 @@ import yaml
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path, settings_of
 from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.preflight import Device, Machine
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.notebook import display_slot, launcher
@@ -28,9 +29,6 @@ from notebook_accel.notebook.picker import as_code, as_yaml, devices_line
 from notebook_accel.system.interrupts import Latch
 from tests.notebook.widgets import classes, field, inside
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.launch_request import LaunchRequest
 
 FULL = LaunchConfig(
     num_processes=2,

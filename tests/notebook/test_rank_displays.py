@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from notebook_accel import wire
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.notebook import rank_displays
 from notebook_accel.notebook.rank_displays import RankDisplays, by_rank
 from notebook_accel.render import snapshot
@@ -21,9 +21,6 @@ from notebook_accel.render.snapshot import (
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.test_dashboard import Page
 from tests.render.test_markup import HOSTILE, Tags
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
 
 SVG = "<svg xmlns='http://www.w3.org/2000/svg'><text>ä</text></svg>"
 SCRIPT = "<script>\n\nlet x = '$5'\n</script>"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from notebook_accel.launch.control.curves import Curve, LiveCurves, thin_out
+from notebook_accel.launch.control.curves import Curve, LiveCurves, Point, thin_out
 from notebook_accel.notebook.comparison import Charts
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
@@ -25,10 +25,6 @@ from notebook_accel.render.markup import message_bytes
 from tests.notebook.states import after, logged, running
 from tests.notebook.widgets import field, part
 from tests.render.test_markup import HOSTILE, Tags
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.curves import Point
-
 
 # ---- of a saved notebook
 

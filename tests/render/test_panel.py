@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import Hang
+from notebook_accel.launch.control.run_state import Hang, RunState
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.panel import (
     Details,
@@ -16,9 +15,6 @@ from notebook_accel.render.panel import (
 )
 from tests.notebook.states import after, logged, running, with_failed
 from tests.render.test_markup import HOSTILE, Tags
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
 
 NOW = Details(now=1042.0)
 

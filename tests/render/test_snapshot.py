@@ -3,21 +3,17 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.curves import Curve
-from notebook_accel.launch.control.run_state import RESCUED, Failure, Hang
+from notebook_accel.launch.control.run_state import RESCUED, Failure, Hang, RunState
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.snapshot import MAX_BYTES, render_slim, render_snapshot
 from tests.notebook.states import after, logged, metrics, running, succeeded, with_failed
 from tests.render.test_markup import HOSTILE, Tags
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
 
 ERROR = "rank 1 failed: ValueError: bad\n\nTraceback (most recent call last):\n  Cell In[3], line 7"
 # What JupyterLab's sanitiser keeps of an untrusted notebook.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from notebook_accel.system.limits import check_open_files
 from tests.descriptors import open_descriptors
+from tests.interpreters import run_script
 
 _LEAKY = """
 import os, resource
@@ -58,10 +56,7 @@ print("told")
 
 
 def test_a_kernel_that_has_no_descriptor_left_names_the_limit() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", _LEAKY], check=False, capture_output=True, text=True, timeout=120
-    )
-    assert run.stdout == "told\n", run.stderr
+    assert run_script(_LEAKY) == "told\n"
 
 
 def test_the_check_leaves_nothing_open() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from notebook_accel.system.processes import (
     kill_descendants,
     python_code,
 )
+from tests.interpreters import run_script
 
 NOBODY = 65534
 
@@ -62,7 +62,7 @@ assert time.process_time() - begin < 1.0
 
 def test_three_hundred_zombies_are_cleared_at_once() -> None:
     # A small process: each fork of one that has run tests for minutes copies its large page table.
-    subprocess.run([sys.executable, "-c", ZOMBIES], timeout=30, check=True)
+    run_script(ZOMBIES)
 
 
 def test_kept_children_keep_what_is_below_them() -> None:

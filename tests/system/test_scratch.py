@@ -10,12 +10,11 @@ import signal
 import tempfile
 from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from notebook_accel.system import scratch
-
-if TYPE_CHECKING:
-    import pytest
 
 _RUN = "20260101-000000-beef00"
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from notebook_accel.training import strategies
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass

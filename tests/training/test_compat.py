@@ -7,7 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import pytest
@@ -16,11 +16,9 @@ from accelerate.logging import get_logger as peer_get_logger
 
 import notebook_accel
 from notebook_accel.rank import this_rank
+from notebook_accel.training.processes.logs import MultiProcessAdapter
 from tests.training.harness import run_ranks
 from tests.training.single import be
-
-if TYPE_CHECKING:
-    from notebook_accel.training.processes.logs import MultiProcessAdapter
 
 
 def test_a_basic_config_is_written_once(tmp_path: Path) -> None:

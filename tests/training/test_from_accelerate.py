@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 
 import notebook_accel
 from notebook_accel import Accelerator, hooks, notebook_launcher, tracking, utils
+from tests.interpreters import run_script
 from tests.public import DOORS
 
 NOT_INSTALLED = """
@@ -80,15 +79,7 @@ else:
 
 @pytest.mark.parametrize("script", [NOT_INSTALLED + WITHOUT, REPLACED], ids=["absent", "replaced"])
 def test_doors_open_without_accelerate_and_past_an_alias(script: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(script, folder=tmp_path)
 
 
 def test_doors_give_accelerates_own_objects_and_nothing_beyond() -> None:

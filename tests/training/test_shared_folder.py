@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from torch import nn
 
-from notebook_accel import Accelerator, ProjectConfiguration, RunStopped, notebook_launcher
+from notebook_accel import Accelerator, ProjectConfiguration, Run, RunStopped, notebook_launcher
 from notebook_accel.training.checkpoint.start import find_damage
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel import Run
 
 NUM_SAVES = 12
 SECONDS = 30.0

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -16,15 +16,13 @@ import torch
 
 from notebook_accel import RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
 from notebook_accel.rank.this_rank import current
 from tests.engines.contract import _interrupts_when
 from tests.engines.processes import gone
 from tests.launches import launch
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
 
 pytestmark = [pytest.mark.usefixtures("two_ranks"), pytest.mark.timeout(200)]
 XLA = LaunchConfig(engine="xla", grace=5.0)

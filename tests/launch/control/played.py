@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
@@ -20,15 +20,11 @@ from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import AgentEnd, AgentLink, RankPool
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.control.run_state import starting
+from notebook_accel.launch.control.run_state import RunState, starting
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import pack
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.view import View
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
-
 
 RUN = "r"
 # Wide enough for a busy machine.

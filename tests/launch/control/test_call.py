@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,14 +17,11 @@ from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch import payload, run_list
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
+from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.payload import pack
 from notebook_accel.launch.run import Run
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 from tests.waiting import eventually
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.call import Call
-
 
 # Of a call that is stopped or over before it: on a busy machine the test is late by less.
 STOPPED_BEFORE = 3.0

@@ -6,13 +6,11 @@ import math
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_metrics_come_back_in_order(tmp_path: Path) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.control.pool import AgentLink
 from notebook_accel.launch.engines import RankPlan, local
 from notebook_accel.launch.engines.local import AgentEngine
 from notebook_accel.launch.launch_request import LaunchRequest
 from tests.launch.control.played import RUN, PlayedAgent, played
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.pool import AgentLink
 
 
 def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(

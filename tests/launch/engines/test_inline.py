@@ -6,13 +6,12 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +19,13 @@ import torch
 
 from notebook_accel import RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.control.run_state import RunState
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
+from tests.interpreters import run_script
 from tests.launches import launch, without_gloo
-
-if TYPE_CHECKING:
-    from notebook_accel.launch.control.run_state import RunState
-    from notebook_accel.launch.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -346,8 +343,4 @@ for function in (plain, plain, train, train):
 
 def test_a_process_group_and_an_accelerator_inside_work_twice() -> None:
     """In a process of its own: torch's threads end with the interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TWICE], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert without_gloo(done.stdout).splitlines() == ["1.0"] * 2 + ["(1, 'cpu', True)"] * 2
+    assert without_gloo(run_script(_TWICE)).splitlines() == ["1.0"] * 2 + ["(1, 'cpu', True)"] * 2

@@ -16,14 +16,13 @@ import sys
 import textwrap
 import traceback
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload import cells, unpack
 from notebook_accel.system import segment
-
-if TYPE_CHECKING:
-    import pytest
 
 _MESSAGE_BYTES = 1 << 18
 _SECONDS = 60

@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
@@ -16,9 +16,7 @@ from notebook_accel import Accelerator
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload.pickling import STAYS_HOME
-
-if TYPE_CHECKING:
-    from tests.launch.payload.clean_ranks import Notebook
+from tests.launch.payload.clean_ranks import Notebook
 
 
 def refusal(notebook: Notebook, function: str, *args: Any, **kwargs: Any) -> str:

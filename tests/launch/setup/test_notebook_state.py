@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.interpreters import run_script
 
 # A notebook: asks its two ranks and then itself what they see, before it has imported a library
 # and after it has set things up.
@@ -100,15 +101,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK, "--lr", "3"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(run_script(NOTEBOOK, "--lr", "3").splitlines()[-1])
     return found
 
 

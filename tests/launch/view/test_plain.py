@@ -2,17 +2,15 @@ from __future__ import annotations
 
 import io
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from notebook_accel import wire
+from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.system import limits
 from tests.notebook.states import after, logged, running, succeeded
-
-if TYPE_CHECKING:
-    import pytest
-
-    from notebook_accel.launch.control.run_state import RunState
 
 
 class Shown:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import os
 import re
-from typing import TYPE_CHECKING
+
+import pytest
 
 from notebook_accel import notebook_launcher
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.worker.displays import mime_bundle
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class Rich:

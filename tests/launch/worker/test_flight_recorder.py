@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from notebook_accel import wire
 from notebook_accel.launch.worker import flight_recorder
 from notebook_accel.private import of_torch
-
-if TYPE_CHECKING:
-    from notebook_accel import wire
 
 
 class Recorder:

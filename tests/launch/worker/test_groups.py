@@ -6,15 +6,13 @@ import os
 import resource
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from torch import distributed
 
 from notebook_accel.launch.worker import groups
 from tests.launch.worker.test_torch_fixes import in_a_process
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def make_group(backend: str) -> None:

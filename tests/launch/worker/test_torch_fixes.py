@@ -11,17 +11,15 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
 from notebook_accel.launch.worker import torch_fixes
 from notebook_accel.rank import group_store
 from tests.launches import on_cpu
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_a_backward_leaves_nothing_that_needs_the_gil() -> None:
