@@ -59,10 +59,7 @@ def train(folder: str, name: str, samples: int, victim: int, seconds: float) -> 
     """Train on one rank; the victim is killed after ``seconds`` (0: nobody). Times the loop."""
     layout, precision, is_async = CASES[name]
     accelerator = accelerator_for(
-        layout,
-        gradient_accumulation_steps=2,
-        mixed_precision=precision,
-        kwargs_handlers=[SCALE],
+        layout, gradient_accumulation_steps=2, mixed_precision=precision, kwargs_handlers=[SCALE]
     )
     model, optimizer = make({})
     size = 2 // LAYOUTS[layout][1]  # as many batches under each layout

@@ -371,12 +371,7 @@ def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_p
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "machine_rank: 1",
-        "distributed_type: MEGATRON_LM",
-        "mixed_precision: fp7",
-    ],
+    "line", ["machine_rank: 1", "distributed_type: MEGATRON_LM", "mixed_precision: fp7"]
 )
 def test_what_of_accelerates_file_cannot_be_had_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"

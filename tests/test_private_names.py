@@ -379,10 +379,7 @@ _process: Any = multiprocessing.current_process()
 _IN_SOURCES = {
     ("transformers", "_setup_devices"): ("training_args", "def _setup_devices"),
     ("transformers", "_n_gpu"): ("training_args", "self._n_gpu ="),
-    ("torchdata", "_num_yielded"): (
-        "stateful_dataloader.stateful_dataloader",
-        "._num_yielded",
-    ),
+    ("torchdata", "_num_yielded"): ("stateful_dataloader.stateful_dataloader", "._num_yielded"),
     ("datasets", "_distributed"): ("iterable_dataset", "._distributed"),
     ("deepspeed", "_z3_optimizer"): ("runtime.zero.stage3", "._z3_optimizer ="),
     ("deepspeed", "_hp_mapping"): ("utils.mixed_precision_linkage", "._hp_mapping ="),

@@ -11,14 +11,7 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.launch.transport.channel import decode, encode
 
-HEAD = {
-    "run": "r",
-    "call": 2,
-    "process": 3,
-    "rank": 4,
-    "monotonic": 6.5,
-    "wall": 7.5,
-}
+HEAD = {"run": "r", "call": 2, "process": 3, "rank": 4, "monotonic": 6.5, "wall": 7.5}
 MESSAGES = sorted(wire.Message.__subclasses__(), key=lambda kind: kind.__name__)
 
 

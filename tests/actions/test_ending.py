@@ -10,12 +10,7 @@ ORDER = [Stage.STOP, Stage.INTERRUPT, Stage.DISCONNECT, Stage.TERMINATE, Stage.K
 
 
 def stages(
-    ending: Ending,
-    *,
-    until: float,
-    stuck: bool = False,
-    hears: bool = False,
-    leaving: bool = False,
+    ending: Ending, *, until: float, stuck: bool = False, hears: bool = False, leaving: bool = False
 ) -> list[tuple[float, Stage]]:
     """What is done by itself from 100 s on, seen every tenth of a second."""
     done = []

@@ -21,14 +21,7 @@ from tests.chaos.kernels import Kernel, Plain, Real
 from tests.engines.processes import gone
 from tests.waiting import eventually
 
-_VICTIMS = {
-    "rank": 40,
-    "agent": 20,
-    "template": 14,
-    "worker": 14,
-    "kernel": 5,
-    "prepared": 20,
-}
+_VICTIMS = {"rank": 40, "agent": 20, "template": 14, "worker": 14, "kernel": 5, "prepared": 20}
 # A prepared template, and one that imports.
 _MAX_PREPARED = 2
 _STOPPED = {"agent": 3, "template": 2}

@@ -898,13 +898,7 @@ class EngineContract:
             assert call(session, meet, ("go",)).results == sums
 
     @pytest.mark.parametrize(
-        "where",
-        [
-            "in Python",
-            "in a collective",
-            "in collectives, for ever",
-            "in another thread",
-        ],
+        "where", ["in Python", "in a collective", "in collectives, for ever", "in another thread"]
     )
     def test_a_call_that_is_interrupted_is_followed_by_a_good_one(
         self, session: Session, where: str, tmp_path: Path

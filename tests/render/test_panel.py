@@ -7,12 +7,7 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.launch.control.run_state import Hang, RunState
 from notebook_accel.render.markup import message_bytes
-from notebook_accel.render.panel import (
-    Details,
-    render_alert,
-    render_panel,
-    render_title,
-)
+from notebook_accel.render.panel import Details, render_alert, render_panel, render_title
 from tests.notebook.states import after, logged, running, with_failed
 from tests.render.test_markup import HOSTILE, Tags
 
@@ -165,11 +160,7 @@ def test_a_rank_that_says_nothing_is_quiet() -> None:
 
 
 def test_nothing_from_a_rank_becomes_markup() -> None:
-    state = after(
-        running(2, name=HOSTILE),
-        bar(1, name=HOSTILE),
-        wire.Notice(text=HOSTILE),
-    )
+    state = after(running(2, name=HOSTILE), bar(1, name=HOSTILE), wire.Notice(text=HOSTILE))
     page = Tags(render_title(state, NOW) + render_panel(state, NOW))
     assert not {"script"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]

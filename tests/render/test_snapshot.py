@@ -285,10 +285,7 @@ def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
 
 
 def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics() -> None:
-    values = [
-        logged(0, {"loss": 0.5, "accuracy": 0.75}),
-        logged(0, {"loss": 0.31}),
-    ]
+    values = [logged(0, {"loss": 0.5, "accuracy": 0.75}), logged(0, {"loss": 0.31})]
     snapshot = render_slim(succeeded(after(running(2, name="In[3]"), *values)))
     assert Tags(snapshot.html).text.endswith("42.0 s · loss 0.31, accuracy 0.75")
     assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s, loss 0.31, accuracy 0.75"

@@ -436,11 +436,7 @@ def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
     first, second = run_ranks(save_and_load, 2, str(tmp_path))
     assert first["paths"] == ["checkpoint_0", "checkpoint_1"]
     assert first["there"] == ["checkpoint_1"]
-    assert first["files"] == [
-        "model.safetensors",
-        "random_states_0.pkl",
-        "random_states_1.pkl",
-    ]
+    assert first["files"] == ["model.safetensors", "random_states_0.pkl", "random_states_1.pkl"]
     assert first["keys"] == ["bias", "weight"]
     assert first["same"]
     assert second["same"]

@@ -110,9 +110,7 @@ def test_a_precision_is_not_set_beside_that_of_the_configuration() -> None:
         plugin.set_mixed_precision("fp16")
 
 
-def test_transformers_is_not_told_without_what_it_reads_by(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transformers_is_not_told_without_what_it_reads_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
     monkeypatch.setattr(deepspeed_plugin, "is_installed", lambda _: False)
     DeepSpeedPlugin(zero_stage=3).set_deepspeed_weakref()

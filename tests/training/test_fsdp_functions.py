@@ -84,10 +84,7 @@ def test_weights_in_parts_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
     run_ranks(save_and_load, 2, str(tmp_path))
     for kind, names in zip(
         KINDS,
-        (
-            {"pytorch_model_fsdp_0", "optimizer_0"},
-            {"pytorch_model_fsdp.bin", "optimizer.bin"},
-        ),
+        ({"pytorch_model_fsdp_0", "optimizer_0"}, {"pytorch_model_fsdp.bin", "optimizer.bin"}),
         strict=True,
     ):
         assert {path.name for path in (tmp_path / kind / "a").iterdir()} == names

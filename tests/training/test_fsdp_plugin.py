@@ -39,12 +39,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from notebook_accel import (
-    ConfigError,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    utils,
-)
+from notebook_accel import ConfigError, FullyShardedDataParallelPlugin, ParallelismConfig, utils
 from notebook_accel.training.settings.parallelism import fit_sizes
 from notebook_accel.training.strategies import mesh
 from notebook_accel.training.strategies.mesh import checkpoint_activations, choose_modules, units
@@ -427,11 +422,7 @@ def in_our_words(field: str, value: Any) -> Any:
 
 @pytest.mark.parametrize(("plugin", "prefix", "field", "variables"), _CASES)
 def test_fields_from_the_environment(
-    plugin: str,
-    prefix: str,
-    field: str,
-    variables: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    plugin: str, prefix: str, field: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(prefix + name, text)

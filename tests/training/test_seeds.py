@@ -49,10 +49,7 @@ def a_full_training() -> dict[str, Any]:
     num_epochs = 3
     num_training_steps = num_epochs * len(train_dl)
     lr_scheduler = get_scheduler(
-        "linear",
-        optimizer=optimizer,
-        num_warmup_steps=0,
-        num_training_steps=num_training_steps,
+        "linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=num_training_steps
     )
     progress_bar = tqdm(range(num_training_steps))
     losses = []

@@ -120,12 +120,7 @@ def use_the_users_group() -> dict[str, Any]:
 def test_a_group_of_the_user_is_used_and_left_alone() -> None:
     found = run_ranks(use_the_users_group, 2)
     assert found == [
-        {
-            "same": True,
-            "ranks": (2, index),
-            "type": "MULTI_CPU",
-            "backend": "gloo",
-        }
+        {"same": True, "ranks": (2, index), "type": "MULTI_CPU", "backend": "gloo"}
         for index in (0, 1)
     ]
 

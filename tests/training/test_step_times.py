@@ -86,9 +86,7 @@ def test_passes_without_a_step_are_no_part_of_one() -> None:
     assert rank.step_times.total < 0.5 * 160 * WAIT * 1e9
 
 
-def test_one_rank_that_waits_for_data_hears_of_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_rank_that_waits_for_data_hears_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     run = notebook_launcher(train, ("data", 0), num_processes=1, view="text")
     head, (_, duration, data, *_) = step_table(run.state)
     assert head[:3] == ("rank", "a step", "data")

@@ -102,9 +102,7 @@ def test_output_comes_before_the_end_of_its_call(agent: AgentByHand) -> None:
     assert heard.index(output) < [type(message) for message in heard].index(wire.Returned)
 
 
-def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(
-    agent: AgentByHand,
-) -> None:
+def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent: AgentByHand) -> None:
     def hear() -> None:
         from notebook_accel.launch.worker import groups
 

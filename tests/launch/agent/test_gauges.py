@@ -31,11 +31,7 @@ DEVICES = pytest.mark.parametrize(
 
 @DEVICES
 def test_a_device_that_may_be_another_one_is_not_shown(
-    machine: list[str],
-    called: str,
-    is_pci_order: bool,
-    shown: str,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: list[str], called: str, is_pci_order: bool, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for nvidia-ml-py, by its names, since NVML answers only where a device is."""
 

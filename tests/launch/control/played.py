@@ -110,11 +110,7 @@ class PlayedRun:
     view: DrawnStates = field(default_factory=DrawnStates)
 
     def begin_call(
-        self,
-        *,
-        last: bool = False,
-        timeout: float | None = None,
-        advise: bool = False,
+        self, *, last: bool = False, timeout: float | None = None, advise: bool = False
     ) -> RankCall:
         call = self.new_call(timeout, advise=advise)
         message = wire.BeginCall(payload=wire.Packet(), grace=0.1, last=last)

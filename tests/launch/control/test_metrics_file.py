@@ -81,9 +81,7 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path: Path) -> None:
     assert len(reader.sample(10_000_000)) == 2
 
 
-def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(
-    tmp_path: Path,
-) -> None:
+def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(tmp_path: Path) -> None:
     store = MetricStore(tmp_path)
     for step in range(50_000):
         store.add([wire.Metric(wall=0.0, rank=0, step=step, values={"loss": 1.0})])

@@ -142,10 +142,7 @@ def raised(kind: str) -> wire.Raised:
         ([wire.RankEnded(rank=0, signal=9)], "failed"),
         ([wire.RankEnded(rank=0, signal=9, ended_by_agent=True)], "stopped"),
         (
-            [
-                wire.Returned(rank=0, value=wire.Packet()),
-                wire.RankEnded(rank=0, signal=9),
-            ],
+            [wire.Returned(rank=0, value=wire.Packet()), wire.RankEnded(rank=0, signal=9)],
             "succeeded",
         ),
         ([raised("exception"), wire.RankEnded(rank=0, exitcode=1, ended_by_agent=True)], "failed"),

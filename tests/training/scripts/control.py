@@ -95,7 +95,4 @@ def hub(accelerate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-LOOPS = [
-    resume_in_mid_epoch,
-    hub,
-]
+LOOPS = [resume_in_mid_epoch, hub]

@@ -181,9 +181,4 @@ def aspect_ratios(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"shapes": shapes, "seen": seen, "weights": fingerprint(model)}
 
 
-LOOPS = [
-    cv_example,
-    gan,
-    detection,
-    aspect_ratios,
-]
+LOOPS = [cv_example, gan, detection, aspect_ratios]

@@ -170,9 +170,4 @@ def lora(accelerate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-LOOPS = [
-    lora,
-    language_model,
-    summarization,
-    tokens_in_the_batch,
-]
+LOOPS = [lora, language_model, summarization, tokens_in_the_batch]
