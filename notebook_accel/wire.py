@@ -357,12 +357,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
 
 class Stacks(Message, frozen=True, kw_only=True):
-    """Answer to ``DumpStacks``: stack traces as text.
-
-    An agent sends one answer per rank: the traces of the rank's threads, in the format of
-    faulthandler. The keeper of a detached run sends a single answer for the whole request, with
-    the ``monotonic`` of the request.
-    """
+    """Answer to ``DumpStacks``: the traces of a rank's threads, in the format of faulthandler."""
 
     text: str
 
@@ -437,7 +432,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Request to an agent or keeper: end the call, with all ranks leaving it at the same batch.
+    """Request to an agent: end the call, with all ranks leaving it at the same batch.
 
     A step that is under way is let finish. Ranks without progress are interrupted, and after
     ``grace`` seconds (None stands for the ``grace`` of the call) also ranks that go on and do not
@@ -457,7 +452,7 @@ class CallEnded(Message, frozen=True, kw_only=True):
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
-    """Request to an agent or keeper: raise KeyboardInterrupt in every rank that is in the call."""
+    """Request to an agent: raise KeyboardInterrupt in every rank that is in the call."""
 
 
 class Terminate(Message, frozen=True, kw_only=True):
@@ -465,7 +460,7 @@ class Terminate(Message, frozen=True, kw_only=True):
 
 
 class Kill(Message, frozen=True, kw_only=True):
-    """Request to an agent or keeper: SIGKILL the rank processes and their children.
+    """Request to an agent: SIGKILL the rank processes and their children.
 
     Only ranks that are in the call or shutting down are killed. If ``call`` is 0, or the number of
     a call that has not reached the agent yet, all ranks are killed.
@@ -473,7 +468,7 @@ class Kill(Message, frozen=True, kw_only=True):
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
-    """Request to an agent or keeper: send ``Stacks`` of ``rank``, or of all ranks if it is None."""
+    """Request to an agent: send ``Stacks`` of ``rank``, or of all ranks if it is None."""
 
 
 # ---- how all ranks do one thing at one point (actions/scoreboard.py) ---------------------------
@@ -569,7 +564,7 @@ class Hold(Message, frozen=True, kw_only=True):
     number: int
 
 
-# ---- with the keeper of a detached run (launch/keeper.py); it takes Stop, Kill and DumpStacks, too
+# ---- with the keeper of a detached run (launch/keeper.py) --------------------------------------
 
 
 class Detach(Message, frozen=True, kw_only=True):
@@ -577,12 +572,6 @@ class Detach(Message, frozen=True, kw_only=True):
 
     request: bytes
     payload: Packet
-
-
-class RunSnapshot(Message, frozen=True, kw_only=True):
-    """From the keeper of a detached run: the run's state."""
-
-    state: bytes
 
 
 # ---- with a template -----------------------------------------------------------------------

@@ -63,13 +63,13 @@ def stop(arguments: Sequence[str]) -> int:
         run.stop()
     folder = RunFolder(run.log_dir)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while folder.is_stop_asked and time.monotonic() < deadline:
+    while folder.has_left("stop") and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
         # In this order: a request that is left after the end was not taken.
-        if run_list.read_run(run.id).state.has_ended and folder.take_stop():
+        if run_list.read_run(run.id).state.has_ended and folder.take("stop"):
             print(f"run {run.id} of {run.name} has ended meanwhile")
             return 0
-    if folder.is_stop_asked:
+    if folder.has_left("stop"):
         raise LaunchError(
             f"the keeper of run {run.id} does not take it: is that process stopped?"
             if run.state.detached

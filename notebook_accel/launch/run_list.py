@@ -22,7 +22,7 @@ from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
-from notebook_accel.launch.control.run_state import Failure
+from notebook_accel.launch.control.run_state import Failure, RunState
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View
@@ -173,11 +173,6 @@ class PastCall(Call):
     ``kill`` write a file into the folder, which asks that process to end the run.
     """
 
-    def __init__(self, new: NewCall) -> None:
-        super().__init__(new)
-        if self.state.has_ended:
-            self.ended.set()
-
     def check_waiting(self) -> None:
         if not self.state.has_ended and self.state.detached:
             raise NotebookAccelError(
@@ -199,33 +194,42 @@ class PastCall(Call):
 
     def _ask(self, how: str) -> None:
         if not self.state.has_ended:
-            self.folder.ask_to_stop(how)
+            self.folder.leave("stop", how)
 
     def stacks(self, rank: int | None = None) -> str:
         return "the run is not of this process\n"
 
 
-def _read_run(folder: RunFolder, view: Callable[[], View]) -> Run | None:
-    """Return the run that a folder on disk describes; None if its state cannot be read."""
+def saved_state(folder: RunFolder) -> RunState | None:
+    """Return a run's state from its folder, "failed" if its process was killed; None for none."""
     # In this order: a kernel that ends between the two has saved the run's end before.
     is_held = folder.is_held
     state = folder.load()
     if state is None:
         return None
-    if not state.has_ended and is_held:
-        # What was saved is how it began, or that it was paused.
-        state = replace(state, status="paused" if state.status == "paused" else "running")
-    elif not state.has_ended:
-        state = replace(
-            state,
-            status="failed",
-            failure=Failure(
-                message="its keeper process was killed while the run went on"
-                if state.detached
-                else "its kernel ended while the run went on"
-            ),
-            ended=folder.last_change(),
-        )
+    if state.status == "starting" and is_held:
+        # What was saved is how it began.
+        return replace(state, status="running")
+    if not state.has_ended and not is_held:
+        return as_killed(state, folder.last_change())
+    return state
+
+
+def as_killed(state: RunState, when: float) -> RunState:
+    """Return the state of a run whose process was killed."""
+    message = (
+        "its keeper process was killed while the run went on"
+        if state.detached
+        else "its kernel ended while the run went on"
+    )
+    return replace(state, status="failed", failure=Failure(message=message), ended=when)
+
+
+def _read_run(folder: RunFolder, view: Callable[[], View]) -> Run | None:
+    """Return the run that a folder on disk describes; None if its state cannot be read."""
+    state = saved_state(folder)
+    if state is None:
+        return None
     try:
         config = LaunchConfig.load(folder.config_path)
     except ConfigError:  # of another version of this package
@@ -237,4 +241,7 @@ def _read_run(folder: RunFolder, view: Callable[[], View]) -> Run | None:
         metrics=MetricReader(folder.path),
         handle=partial(expression, state.run),
     )
-    return Run(PastCall(new))
+    call = PastCall(new)
+    if state.has_ended:
+        call.ended.set()
+    return Run(call)

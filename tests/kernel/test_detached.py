@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,10 +79,6 @@ def test_a_detached_run_survives_the_death_of_its_kernel(
     os.kill(kernel, signal.SIGKILL)
     eventually(lambda: gone([kernel]), within=SLOW, what="the kernel is dead")
     assert "running" in later.run("print(notebook_accel.runs(everywhere=True))")
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(f"\0notebook-accel/{run_id}")
-        stranger.sendall(b"\xff" * 1000)
-        assert stranger.recv(1 << 20), "its own user gets the state"
     later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
     assert later.run("print(run.status)").strip() == "running"
     (tmp_path / "go").touch()

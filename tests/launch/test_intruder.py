@@ -177,7 +177,7 @@ def test_files_that_another_user_put_into_a_run_are_neither_followed_nor_unpickl
     for act in (
         lambda: open_log(folder.path, 0),
         lambda: MetricStore(folder.path),
-        lambda: folder.ask_to_stop("stop"),
+        lambda: folder.leave("stop", "stop"),
         lambda: StoredResults(folder.path).get(0),
     ):
         with pytest.raises((OSError, LaunchError)):

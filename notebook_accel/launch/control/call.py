@@ -3,10 +3,10 @@
     Run (run.py) --asks--> Call
                              RankCall      on ranks of a pool (pool.py)
                              InlineCall    in the notebook's own process (engines/inline.py)
-                             AttachedCall  of a detached run: its keeper process runs it
-                                           (detached.py)
                              PastCall      of another kernel, read from its folder on disk
                                            (run_list.py)
+                               AttachedCall  of a detached run, whose folder is read all the time
+                                             (detached.py)
 
 A call holds its newest state, which the run's handle and the views read. It is made from a
 :class:`NewCall`, which the launcher prepares before any rank is started.
@@ -520,10 +520,12 @@ class RankCall(Call):
             self._view_state()
 
     def _heed_others(self) -> None:
-        """Stop or kill the call if another process has asked for it in the run's folder."""
-        how, _, seconds = self.folder.take_stop().partition(" ")
+        """End the call if another process has asked for it in the run's folder."""
+        how, _, seconds = self.folder.take("stop").partition(" ")
         if how == "kill":
             self.kill()
+        elif how == "interrupt":
+            self.press(1)
         elif how:
             self.stop(float(seconds) if seconds else None)
 
@@ -649,14 +651,17 @@ class RankCall(Call):
             state = apply(wire.Notice(text=line), state)
         results.end_call()
         state = replace(state, has_rescued=results.has_rescued)
-        lost_notice = self.folder.save(state)
+        lost_notice = "" if state.detached else self.folder.save(state)
         if results.has_rescued:
             unsaved = self.folder.save_rescued(results.rescued_bytes, results.rescued)
             loss = f". A restart loses {unsaved}: save it before" if unsaved else ""
             rescued_as = f"{self.handle().rpartition('notebook_accel.')[2]}.rescued{loss}"
-            # Said only after the state was saved, which other kernels read: it is for this one.
+            # Said only after the state was saved, which other kernels read: it is for this one,
+            # unless any may attach.
             state = apply(wire.Notice(text=RESCUED + rescued_as), state)
             state = replace(state, rescued_as=rescued_as)
+        if state.detached:
+            lost_notice = self.folder.save(state)
         if lost_notice:
             state = apply(wire.Notice(text=lost_notice), state)
         self.state = state

@@ -125,7 +125,8 @@ class RunFolder:
         self.path = path
         self.config_path = path / "config.yaml"
         self._rescued_path = path / "rescued.pt"
-        self._stop_path = path / ".stop"
+        # A keeper's main thread saves a state for other kernels while the run's own thread may.
+        self._saving = threading.Lock()
 
     @classmethod
     def make(
@@ -236,18 +237,19 @@ class RunFolder:
         path = self.path / (_STATE if state.has_ended else _BEGIN)
         part = path.with_suffix(".part")
         try:
-            if config is not None:
-                with open(self.config_path, "w", encoding="utf-8", opener=own_file) as settings:
-                    settings.write(_text_of(config))
-            with open(part, "r+b" if part.exists() else "wb", opener=own_file) as file:
-                file.write(encode(state))
-                file.truncate()
-            part.replace(path)
-            if state.detached and not state.has_ended:
-                # Take the room for the final state now: the disk may be full when it is written.
-                room = (self.path / _STATE).with_suffix(".part")
-                with contextlib.suppress(OSError), open(room, "wb", opener=own_file) as file:
-                    os.posix_fallocate(file.fileno(), 0, _STATE_BYTES)
+            with self._saving:
+                if config is not None:
+                    with open(self.config_path, "w", encoding="utf-8", opener=own_file) as settings:
+                        settings.write(_text_of(config))
+                with open(part, "r+b" if part.exists() else "wb", opener=own_file) as file:
+                    file.write(encode(state))
+                    file.truncate()
+                part.replace(path)
+                if config is not None and state.detached and not state.has_ended:
+                    # Take the room for the final state now: the disk may be full by then.
+                    room = (self.path / _STATE).with_suffix(".part")
+                    with contextlib.suppress(OSError), open(room, "wb", opener=own_file) as file:
+                        os.posix_fallocate(file.fileno(), 0, _STATE_BYTES)
         except OSError as error:
             return lost_files_notice(
                 "how this run ended is known to this kernel alone", self.path, error
@@ -305,34 +307,31 @@ class RunFolder:
         except Exception as error:  # what torch raises for whatever bytes there are
             raise NotebookAccelError(f"{self._rescued_path} cannot be read: {error}") from error
 
-    @property
-    def is_stop_asked(self) -> bool:
-        """Whether a request by :meth:`ask_to_stop` waits to be taken by the run's kernel."""
-        return self._stop_path.exists()
+    # ---- requests to the process that conducts the run, and its answers, each a file. "stop" has
+    # "stop", "interrupt", "kill" or, with the grace period in seconds, "stop 3.0"; the keeper of a
+    # detached run also takes "state" and "stacks" (launch/keeper.py).
 
-    def ask_to_stop(self, how: str) -> None:
-        """Ask the kernel that conducts the run to end it, by a file that it looks for.
+    def leave(self, name: str, text: str) -> None:
+        """Leave a request or an answer of this name, in place of one that was not taken yet."""
+        part = self.path / f".{name}.part"
+        with open(part, "w", encoding="utf-8", opener=own_file) as file:
+            file.write(text)
+        part.replace(self.path / f".{name}")
 
-        Args:
-            how: "stop", "kill" or, with the grace period in seconds, "stop 3.0".
-        """
-        part = self._stop_path.with_suffix(".part")
-        with open(part, "w", opener=own_file) as file:
-            file.write(how)
-        part.replace(self._stop_path)
+    def has_left(self, name: str) -> bool:
+        """Whether what :meth:`leave` left waits to be taken."""
+        return (self.path / f".{name}").exists()
 
-    def take_stop(self) -> str:
-        """Return a request of :meth:`ask_to_stop` and delete it; "" if there is none.
-
-        The kernel that conducts the run calls it five times a second.
-        """
+    def take(self, name: str) -> str:
+        """Return what :meth:`leave` left and delete it; "" if there is nothing."""
+        path = self.path / f".{name}"
         try:
-            with open(self._stop_path, opener=own_file) as file:
-                asked = file.read()
-            self._stop_path.unlink()
+            with open(path, encoding="utf-8", opener=own_file) as file:
+                text = file.read()
+            path.unlink()
         except (OSError, UnicodeDecodeError):
             return ""
-        return asked
+        return text
 
     def last_change(self) -> float:
         """Return when a file of the folder last changed, as ``time.time()``; 0.0 if unknown."""

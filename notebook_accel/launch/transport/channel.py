@@ -1,9 +1,7 @@
 """One end of a connection between two processes of a run: messages, with file descriptors.
 
 A frame is a length, a number of file descriptors, and one message of ``wire.py``. A
-:class:`Channel` is only made over a private socket pair, of which no other process has an end, or
-over a socket with the name of a run (:func:`listen`), once each process has asked the system
-whether the other runs as the same user.
+:class:`Channel` is only made over a private socket pair, of which no other process has an end.
 
     send, post -> queue -> flush -> socket ===> socket -> drain, receive -> (message, descriptors)
 
@@ -363,73 +361,3 @@ class Channel:
         self._incoming_fds.clear()
         self._outgoing.clear()
         self._socket.close()
-
-
-# ---- A socket with the name of a run, by which a kernel finds the keeper of a detached run. The
-# name is abstract: it is in no folder, and ends with the keeper. Processes of any user can connect,
-# so that either end asks the system for the user of the other process before it reads a byte.
-
-# pid, uid and gid, as the system gives them.
-_CREDENTIALS = struct.Struct("3i")
-
-
-def _address(run: str) -> str:
-    return f"\0notebook-accel/{run}"
-
-
-def listen(run: str) -> socket.socket:
-    """Return a listening, non-blocking unix socket with the name of a run.
-
-    Raises:
-        OSError: there is such a socket already.
-    """
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(_address(run))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
-
-
-def accept(listener: socket.socket) -> Channel | None:
-    """Return a channel over the next waiting connection.
-
-    None if no connection waits, or if a process of another user made the connection, which is then
-    closed. Called when ``listener`` is readable.
-    """
-    try:
-        sock, _ = listener.accept()
-    except OSError:
-        return None
-    return _checked(sock)
-
-
-def connect(run: str) -> Channel | None:
-    """Return a channel to the process that listens for a run.
-
-    None if that process belongs to another user.
-
-    Raises:
-        OSError: no process of this machine (or container) listens.
-    """
-    sock = socket.socket(socket.AF_UNIX)
-    sock.setblocking(False)  # where many wait to be accepted, another would wait for ever
-    try:
-        sock.connect(_address(run))
-    except OSError:
-        sock.close()
-        raise
-    return _checked(sock)
-
-
-def _checked(sock: socket.socket) -> Channel | None:
-    sock.setblocking(True)
-    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(packed)
-    if uid != os.geteuid():
-        sock.close()
-        return None
-    return Channel(sock)
