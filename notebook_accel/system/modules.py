@@ -78,7 +78,8 @@ def _places(spec: object) -> list[str]:
     if not isinstance(spec, ModuleSpec):
         return []
     folders = spec.submodule_search_locations
-    places = [spec.origin or ""] if folders is None else [*folders]
+    # They are ``Path``s in transformers 5.
+    places = [spec.origin or ""] if folders is None else map(os.fspath, folders)
     return [place for place in places if os.path.isabs(place)]
 
 

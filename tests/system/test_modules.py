@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +41,15 @@ def test_a_folder_that_was_left_is_the_notebooks_own_also_below_the_environment(
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "left_behind.py").write_text("")
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))  # as /usr has /usr/src/app
+    package = types.ModuleType("package")
+    package.__spec__ = ModuleSpec("package", None)
+    package.__spec__.submodule_search_locations = [tmp_path / "elsewhere" / "package"]  # type: ignore[list-item]
+    monkeypatch.setitem(sys.modules, "package", package)
     with monkeypatch.context() as on_the_path:
         on_the_path.syspath_prepend(tmp_path / "app")
         importlib.import_module("left_behind")
     assert str(tmp_path / "app") in import_path()
+    assert str(tmp_path / "elsewhere") in import_path()
     assert not [folder for folder in import_path()[len(sys.path) :] if "site-packages" in folder]
 
 

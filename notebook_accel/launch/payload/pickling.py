@@ -23,7 +23,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from importlib import import_module
-from operator import attrgetter
+from operator import attrgetter, getitem
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -317,16 +317,25 @@ def _reduce_mapped_array(_pickler: Any, array: Any) -> Any:
     offset = whole.offset + array.ctypes.data - whole.ctypes.data
     # Mode "w+" would empty the file.
     mode = "r" if array.mode == "r" else "r+"
-    return _map, (type(array), array.filename, array.dtype, mode, offset, array.shape, order)
+    return _open_again, (type(array), array.filename, array.dtype, mode, offset, array.shape, order)
 
 
-def _map(kind: Callable[..., Any], file: str, *how: Any) -> Any:
+def _reduce_of_hdf5(_pickler: Any, value: Any) -> Any:
+    """Have a rank open a file of HDF5 again: a dataset keeps it open once it has read a sample."""
+    if not value or value.file.mode != "r":
+        return NotImplemented
+    if isinstance(value, sys.modules["h5py"].File):
+        return _open_again, (type(value), value.filename, "r")
+    return getitem, (value.file, value.name)
+
+
+def _open_again(kind: Callable[..., Any], file: str, *how: Any) -> Any:
     try:
         return kind(file, *how)
     except (OSError, ValueError) as error:
         raise RuntimeError(
-            f"an array that the notebook maps from {file} cannot be mapped here ({error}): each "
-            "machine needs that file, or send a copy of the array, numpy.array(x)"
+            f"{file}, which the notebook has open, cannot be opened here ({error}): each machine "
+            "needs that file, or send its values, as numpy.array(x)"
         ) from error
 
 
@@ -540,7 +549,11 @@ def importing() -> Iterator[None]:
 class CallPickler(_Pickler):
     """Pickles a function and its arguments in the notebook, for ranks."""
 
-    by_class: ClassVar[Mapping[str, _Row]] = {**_BY_CLASS, "numpy.memmap": _reduce_mapped_array}
+    by_class: ClassVar[Mapping[str, _Row]] = {
+        **_BY_CLASS,
+        "h5py._hl.base.HLObject": _reduce_of_hdf5,
+        "numpy.memmap": _reduce_mapped_array,
+    }
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
         super().__init__(file, buffer_callback)

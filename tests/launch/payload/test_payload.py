@@ -561,12 +561,43 @@ def test_an_array_mapped_from_a_file_is_mapped_by_the_rank(
     assert notebook.launch("train") == (9, [0, 2, 4, 6, 8], [0, 0, 0, 0], [0, 1, 2, 3])
 
 
+def test_a_file_of_hdf5_that_is_read_is_opened_by_the_rank(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A dataset opens it lazily, and a cell has looked at a sample.
+    monkeypatch.chdir(tmp_path)
+    notebook.cell("""
+        import h5py, torch
+        with h5py.File("data.h5", "w") as file:
+            file["train/x"] = [[1.0, 2.0], [3.0, 4.0]]
+            file.attrs["classes"] = 2
+        class Rows(torch.utils.data.Dataset):
+            file = None
+            def __len__(self): return 2
+            def __getitem__(self, index):
+                self.file = self.file or h5py.File("data.h5")
+                return torch.from_numpy(self.file["train/x"][index])
+        rows = Rows()
+        assert rows[0].tolist() == [1, 2]
+        x, group, closed = rows.file["train/x"], rows.file["train"], file
+        def train():
+            return rows[1].tolist(), x[0].tolist(), [*group], rows.file.attrs["classes"].item()
+        def write():
+            return closed
+    """)
+    assert notebook.launch("train") == ([3, 4], [1, 2], ["x"], 2)
+    with pytest.raises(LaunchError, match=r"`closed` .*h5py.* cannot travel"):
+        notebook.launch("write")
+
+
 def test_another_machine_that_lacks_the_file_of_a_mapped_array_says_so(tmp_path: Path) -> None:
     file, pickled = tmp_path / "train.bin", io.BytesIO()
     np.arange(4.0).tofile(file)
     pickling.CallPickler(pickled).dump(np.memmap(file, mode="r", dtype=float))
     file.unlink()
-    with pytest.raises(RuntimeError, match=f"{file} cannot be mapped here .*each machine needs"):
+    with pytest.raises(
+        RuntimeError, match=f"{file}, .* cannot be opened here .*each machine needs"
+    ):
         pickle.loads(pickled.getvalue())
 
 
