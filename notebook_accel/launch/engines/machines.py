@@ -16,6 +16,7 @@ import contextlib
 import os
 import platform
 import socket
+import sys
 import threading
 import weakref
 from abc import abstractmethod
@@ -44,7 +45,7 @@ from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport import machine_link
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.system.modules import import_path, is_library_file
+from notebook_accel.system.modules import import_path
 from notebook_accel.system.processes import kept_environment
 
 # The machine has its template before it joins, and forks an agent in milliseconds.
@@ -428,7 +429,10 @@ def _fields_of_launch(
         **of_plan,
     }
     # The notebook's own folders first, as far as they are there; then what the machine has itself.
-    mine = [entry for entry in import_path() if not is_library_file(entry + os.sep)]
+    # In place of this environment each machine has its own; a folder of the person's packages
+    # (pip install --user) may be there as well.
+    installed = (sys.prefix, sys.base_prefix)
+    mine = [entry for entry in import_path() if not entry.startswith(installed)]
     return {
         "environment": rank_environment(request.config, of_engine=of_engine, base=of_machine),
         "directory": directory,

@@ -117,7 +117,6 @@ class UnpackedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     sent: Mapping[int, Any] = field(default_factory=dict)
-    sources: tuple[CellSource, ...] = ()
 
 
 # ---- to the ranks --------------------------------------------------------------------------
@@ -207,7 +206,6 @@ def unpack_call(
         args=args,
         kwargs=kwargs,
         sent={**known, **dict(enumerate(sent, first))},
-        sources=sources,
     )
 
 
