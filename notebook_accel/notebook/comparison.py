@@ -28,7 +28,7 @@ from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.render import snapshot
-from notebook_accel.render.charts import COLOURS, sparkline
+from notebook_accel.render.charts import COLOURS, draw_metrics, sparkline
 from notebook_accel.render.markup import element, style_element
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class Charts:
         parts = [
             style_element("charts") if is_live else "",
             element("div", *legend, style=row) if is_each_in_colour else "",
-            snapshot.draw_metrics(
+            draw_metrics(
                 shown,
                 colours=colours if is_each_in_colour else None,
                 num_charts=max(1, len(shown)),

@@ -240,7 +240,11 @@ class LivePanel:
         )
         # Stop comes first for the keyboard.
         self._parts = (
-            widgets.make(ipywidgets.HTML, f"{style_element()}{gone}", classes="na-gone"),
+            widgets.make(
+                ipywidgets.HTML,
+                f"{style_element()}{style_element('charts')}{gone}",
+                classes="na-gone",
+            ),
             widgets.make(ipywidgets.HBox, buttons, classes="na-buttons"),
             self._title,
             *self._advice,

@@ -22,9 +22,11 @@ from notebook_accel.launch.control.curves import (
 from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.comparison import NO_ORIGINAL, Original
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.charts import PAGE_SIZE, render_charts
-from notebook_accel.render.markup import file_link
+from notebook_accel.render.charts import ORIGINAL, draw_metrics, smoothed
+from notebook_accel.render.markup import element, file_link, join
 
+# Charts that are drawn at once.
+_PAGE_SIZE = 6
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0
 # Of a range of steps: more would make the link of a table, and each drawing, slow.
@@ -114,10 +116,10 @@ class MetricsView:
         if len(names) != len(self._groups.get("", ())):
             self._offer(names)
         shown = self._groups.get(self._group.value, names)
-        pages = -(-len(shown) // PAGE_SIZE)
+        pages = -(-len(shown) // _PAGE_SIZE)
         self._page = max(0, min(self._page, pages - 1))
-        first = self._page * PAGE_SIZE
-        page = shown[first : first + PAGE_SIZE]
+        first = self._page * _PAGE_SIZE
+        page = shown[first : first + _PAGE_SIZE]
         self._title.value = (
             f"metrics {first + 1}-{first + len(page)} of {len(shown)}" if pages > 1 else "metrics"
         )
@@ -128,20 +130,25 @@ class MetricsView:
         (self._pager.remove_class if pages > 1 else self._pager.add_class)("na-hidden")
         # Rank 0's, which alone logs.
         charts = {name: next(iter(curves.of(name).values())) for name in page}
-        # The last page is as high as the others.
-        num_places = PAGE_SIZE if pages > 1 else 0
         points = {name: self._points(name, curve) for name, curve in charts.items()}
-        before = self._original.curves()
-        markup = render_charts(
-            charts,
-            is_log=is_log,
-            smoothing=smoothing,
-            num_places=num_places,
-            points=points,
-            original=self._original.label,
-            before={name: _between(before[name].points(), steps) for name in before},
-        )
-        self._charts.value = str(markup)
+        original = self._original.curves()
+        metrics: dict[str, dict[str, Curve]] = {}
+        lines: dict[str, dict[str, Sequence[Point]]] = {}
+        for name, curve in charts.items():
+            metrics[name], lines[name] = {"": curve}, {"": smoothed(points[name], smoothing)}
+            before = _between(original[name].points(), steps) if name in original else []
+            if before:
+                metrics[name][ORIGINAL] = original[name]
+                lines[name][ORIGINAL] = smoothed(before, smoothing)
+            elif smoothing:
+                lines[name]["as logged"] = points[name]
+        is_there = any(len(each) > 1 for each in metrics.values())
+        about = element("div", f"pale: {self._original.label}", class_="na-original")
+        # The last page is as high as the others.
+        places = _PAGE_SIZE if pages > 1 else 0
+        how: Any = {"num_charts": len(page), "num_places": places, "is_log": is_log}
+        drawn = draw_metrics(metrics, points=lines, is_live=True, **how)
+        self._charts.value = str(join([about, drawn]) if is_there else drawn)
         if is_csv_asked:
             self._csv_asked.clear()
             table = io.StringIO()

@@ -1,8 +1,7 @@
 """Curves as SVG, without a plotting library: pure functions of numbers.
 
-    a curve --> _draw --> render_charts   the live panel: HTML around an inline SVG
-                     +--> saved_chart     a saved notebook: two images
-    curves of several runs, of which one or all are in colour --> saved_chart, live ones too
+    curves of a metric --> draw_metrics --> chart --> _draw --+--> live: HTML around an inline SVG
+    (one run's, or those of several, one or all in colour)    +--> saved: two images
 
 The SVG of a curve stretches with the page, so axis labels stand outside of it, where they keep
 their size. A saved notebook gets images: its sanitisers drop inline SVG and CSS variables but keep
@@ -21,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -30,8 +30,6 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.render.markup import element, shorten
 
-# Charts that the live panel draws at once; they share the points below.
-PAGE_SIZE = 6
 # Mid tones: at least 3:1 against white and against #1e1e1e alike. One a run, or the first alone.
 COLOURS = (
     "#2f86d6", "#d9730d", "#2e9e4f", "#d9534f", "#9b6dd7",
@@ -45,14 +43,12 @@ ORIGINAL = "original"
 _WIDTH, _HEIGHT, _TOP, _BOTTOM = 480, 400, 24, 376
 # Points of a curve; more make the message and the notebook larger, not the picture.
 _MAX_POINTS = 160
-# Of all live charts of a page; a point takes eight bytes, a stripe about a hundred.
-_MAX_LIVE_POINTS = 1_000
-_MAX_STRIPES = 48
-_STRIPES = 20
-# Of several runs together: curves, points of all, and the places that name one on hover.
+# Places that say a value on hover: of one chart, and of all.
+_STRIPES, _MAX_STRIPES = 20, 48
+# Curves of a chart; and the points of all of them, of eight bytes each.
 _MAX_TOGETHER, _MAX_POINTS_TOGETHER = 200, 900
-# Points of several such charts.
-_MAX_POINTS_SHARED = 540
+# Points of several charts in one message: of some runs with their table, and of one or two.
+_MAX_POINTS_SHARED, _MAX_POINTS_OF_TWO = 540, 1_000
 _GRID = 14, 5
 # Up to so many have room for the values of all of them on hover.
 _MAX_SAID, _MAX_NAME = 4, 16
@@ -198,32 +194,133 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low)
 
 
-# ---- of a saved notebook -------------------------------------------------------------------
+# ---- charts: live, and of a saved notebook --------------------------------------------------
 
 
-def saved_chart(
+def draw_metrics(
+    metrics: Mapping[str, Mapping[str, Curve]],
+    *,
+    points: Mapping[str, Mapping[str, Sequence[Point]]] | None = None,
+    num_places: int = 0,
+    is_live: bool = False,
+    **how: Any,
+) -> Markup:
+    """Return charts of metrics, each with the curves of runs by what these are called.
+
+    Args:
+        points: what is drawn of each metric, by what it is called; None for the curves.
+        num_places: the least number of places of live charts, so that all pages are equally high.
+        is_live: a style sheet, ``charts.css``, says how they are drawn.
+        how: as for :func:`chart`.
+    """
+    parts = [
+        _plot(name, curves, None if points is None else points[name], is_live=is_live, **how)
+        for name, curves in metrics.items()
+    ]
+    if is_live:
+        parts += [[]] * (num_places - len(parts))
+        plots = [element("div", *part, class_="na-chart") for part in parts]
+        columns = {1: 2, 5: 3, 6: 3}.get(len(plots), min(4, len(plots)))
+        style = f"--columns:{columns}"
+        return element("div", *plots, class_="na-charts", style=style, onmousedown=_ZOOM)
+    # As wide as in the live panel: two or three in a row, and on a narrow page one.
+    size = f"flex:1 1 {330 if len(metrics) == 4 else 280}px;max-width:480px"
+    plots = [element("div", *part, style=size) for part in parts]
+    row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
+    return element("div", *plots, style=row)
+
+
+def _plot(
+    name: str,
+    curves: Mapping[str, Curve],
+    points: Mapping[str, Sequence[Point]] | None,
+    *,
+    colours: Mapping[str, str] | None = None,
+    is_log: bool = False,
+    **how: Any,
+) -> list[Markup]:
+    if points is None:
+        points = {called: curve.points() for called, curve in curves.items()}
+    own, curve = next(iter(points.values())), next(iter(curves.values()))
+    title = shorten(one_line(name, 90), 120)
+    head = [element("b", name_of(name), class_="na-name", title=title)]
+    # Not its last point: of several values at one step, that is the highest.
+    last = wording.number(curve.last)
+    head += [] if colours else [element("span", f"\N{NO-BREAK SPACE} {last}")]
+    if is_log and any(y <= 0 for each in points.values() for _, y in each):
+        is_log, about = False, "a logarithmic scale needs values above zero"
+        head.append(element("span", "\N{NO-BREAK SPACE} linear", title=about))
+    parts = [element("div", *head, class_="na-chart-head")]
+    if len(curves) > 1 and not colours and ORIGINAL not in curves:
+        about = f"in colour: {next(iter(curves))}"
+        parts.append(element("div", about, style="opacity:.65;font-size:11px"))
+    if max(map(len, points.values())) > 1:
+        first, step = wording.number(own[0][1]), wording.count(own[-1][0])
+        alt = f"{name_of(name)}: {first} → {last} at step {step}"
+        marks = curve.marks
+        parts.append(chart(points, alt=alt, colours=colours, is_log=is_log, marks=marks, **how))
+    for called, each in [*curves.items()][: 1 if ORIGINAL in curves else None]:
+        if note := not_finite_note(each.not_finite):
+            style = "font-size:11px;color:#b7791f"
+            parts.append(element("div", f"{called}: {note}" if called else note, style=style))
+    return parts
+
+
+def chart(
     curves: Mapping[str, Sequence[Point]],
     *,
     alt: str,
     colours: Mapping[str, str] | None = None,
     num_charts: int = 1,
+    is_log: bool = False,
     is_live: bool = False,
+    marks: Sequence[tuple[float, str, float]] = (),
 ) -> Markup:
-    """Return a chart for saved notebooks: an ``<img>`` of the labels beside one of the curves.
+    """Return a chart: an inline SVG if it is live, else two images, of the curves and of labels.
 
     Args:
         curves: points, at least one, by what their run is called on hover; "" for a single run.
         colours: those of the curves; None: those after the first are pale.
         num_charts: so many share the bytes of a message.
-        is_live: it is drawn anew all the time, at which the browser's own ``title`` vanishes: what
-            it says is shown by ``charts.css``. No image, but an inline SVG.
+        is_live: it is drawn anew all the time, at which the browser's own ``title`` vanishes, and
+            an image would blink.
+        marks: changes of knobs, as (step, name, value), which a live chart has.
     """
     curves = dict(islice(curves.items(), _MAX_TOGETHER // num_charts))
     points, *others = curves.values()
-    most = _MAX_POINTS_TOGETHER if num_charts == 1 else _MAX_POINTS_SHARED // num_charts
+    most = _MAX_POINTS_SHARED if len(others) > 1 else _MAX_POINTS_OF_TWO
+    most = _MAX_POINTS_TOGETHER if num_charts == 1 else most // num_charts
     limit = min(_MAX_POINTS, most // (len(curves) if colours else min(len(curves), 2)))
     own = [colours[name] for name in curves] if colours else ()
-    drawn = _draw(points, limit, others=others, most_of_others=most - limit, colours=own)
+    how: Any = {"others": others, "most_of_others": most - limit, "colours": own}
+    drawn = _draw(points, limit, is_log=is_log, **how)
+    columns, rows = min(_STRIPES, _MAX_STRIPES // num_charts), 1
+    if len(curves) > _MAX_SAID:
+        columns, rows = _GRID if num_charts == 1 else (4, 3)
+    texts = _texts(curves, drawn, columns, rows)
+    # A little less than its share, so that rounding breaks no line.
+    share, left = f"{99.9 / columns:.2f}%", f"{drawn.left}px"
+    ends = [wording.count(drawn.first)] if drawn.first != drawn.last else []
+    ends.append(f"step {wording.count(drawn.last)}")
+    if is_live:
+        hover = [element("i", data_said=text) for text in texts]
+        for step, name, value in marks:
+            text = f"step {wording.count(step)}: {shorten(name, 40)} = {wording.number(value)}"
+            if drawn.first <= step <= drawn.last:
+                place = f"left:{_share(step, drawn.first, drawn.last):.1%}"
+                hover.append(element("u", data_said=text, style=place))
+        steps = f"{drawn.first:.0f} {drawn.last:.0f}"
+        return element(
+            "div",
+            drawn.box(has_style=True, role="img", aria_label=alt),
+            *(element("span", text, class_=f"na-tick-{at}") for at, text in drawn.labels.items()),
+            element("div", *(element("span", end) for end in ends), class_="na-chart-steps"),
+            element("div", *hover, class_="na-stripes", data_steps=steps),
+            class_="na-plot",
+            style=f"--left:{left};--w:{share}",
+        )
+    # Over the image: what lies inside of one hears no mouse.
+    hover = [element("span", title=text, style=f"flex:1 0 {share}") for text in texts]
     heights = {
         "top": _TOP * _BOX / _HEIGHT,
         "middle": _BOX / 2,
@@ -234,36 +331,16 @@ def saved_chart(
     labels = [
         _text(text, drawn.left - 6, heights[at] + 4, "end") for at, text in drawn.labels.items()
     ]
-    end, foot = f"step {wording.count(drawn.last)}", _SAVED_HEIGHT - 5
-    steps = [_text(end, "50%", foot, "middle")]
-    if drawn.first != drawn.last:
-        first = _text(wording.count(drawn.first), 0, foot, "start")
-        steps = [first, _text(end, "100%", foot, "end")]
-    box = drawn.box(has_style=is_live, width="100%", height=_BOX)
-    # Over the image: what lies inside of one hears no mouse.
-    columns, rows = min(_STRIPES, _MAX_STRIPES // num_charts), 1
-    if len(curves) > _MAX_SAID:
-        columns, rows = _GRID if num_charts == 1 else (4, 3)
-    texts = _texts(curves, drawn, columns, rows)
-    # A little less than its share, so that rounding breaks no line.
-    share, at = f"{99.9 / columns:.2f}%", f"left:{drawn.left}px"
-    left, rest = f"width:{drawn.left}px", f"width:calc(100% - {drawn.left}px)"
-    if is_live:  # an image would blink each time that it is drawn anew
-        hover = (element("span", data_said=text) for text in texts)
-        return element(
-            "div",
-            element("svg", *labels, style=left),
-            element("svg", box, *steps, role="img", aria_label=alt, style=rest),
-            element("div", *hover, style=f"{at};--w:{share}"),
-            class_="na-drawn",
-        )
-    hover = (element("span", title=text, style=f"flex:1 0 {share}") for text in texts)
-    place = f"position:absolute;top:0;{at};right:0;height:{_BOX}px;display:flex;flex-wrap:wrap"
+    places = [("0", "start"), ("100%", "end")] if len(ends) > 1 else [("50%", "middle")]
+    foot = zip(ends, places, strict=True)
+    captions = [_text(end, x, _SAVED_HEIGHT - 5, at) for end, (x, at) in foot]
+    box = drawn.box(has_style=False, width="100%", height=_BOX)
+    place = f"position:absolute;top:0;left:{left};right:0;height:{_BOX}px"
     return element(
         "div",
-        _picture(labels, alt="", width=drawn.left, style=left),
-        _picture([grid, box, *steps], alt=alt, width=_WIDTH, style=rest),
-        element("div", *hover, style=place),
+        _picture(labels, alt="", width=drawn.left, style=f"width:{left}"),
+        _picture([grid, box, *captions], alt=alt, width=_WIDTH, style=f"width:calc(100% - {left})"),
+        element("div", *hover, style=f"{place};display:flex;flex-wrap:wrap"),
         style="position:relative;white-space:nowrap;line-height:0",
     )
 
@@ -293,108 +370,6 @@ def _text(text: str, x: float | str, y: float, anchor: str) -> Markup:
     return element("text", text, x=x, y=round(y), text_anchor=anchor)
 
 
-# ---- of the live panel ---------------------------------------------------------------------
-
-
-def render_charts(
-    shown: Mapping[str, Curve],
-    *,
-    is_log: bool = False,
-    smoothing: float = 0.0,
-    num_places: int = 0,
-    points: Mapping[str, Sequence[Point]] | None = None,
-    original: str = "",
-    before: Mapping[str, Sequence[Point]] | None = None,
-) -> Markup:
-    """Return the live panel's charts as HTML; log scale for curves above zero alone.
-
-    Args:
-        smoothing: weight of the exponential moving mean, from 0 to below 1, which is drawn before
-            the pale values themselves.
-        num_places: the least number of places, so that all pages are equally high.
-        points: those to draw of each curve; None for all.
-        original, before: what the run is called that this one is a clone of, or goes on with, and
-            its points, which are pale.
-    """
-    before = {name: each for name, each in (before or {}).items() if each and name in shown}
-    points = {name: curve.points() for name, curve in shown.items()} if points is None else points
-    num_lines = len(shown) * (2 if smoothing or before else 1)
-    limit = min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, num_lines))
-    num_stripes = min(_STRIPES, _MAX_STRIPES // max(1, len(shown)))
-    cards = [
-        _card(name, curve, points[name], smoothing, is_log, limit, num_stripes, before.get(name))
-        for name, curve in shown.items()
-    ]
-    cards += [element("div", class_="na-chart")] * (num_places - len(cards))
-    columns = {1: 2, 5: 3, 6: 3}.get(len(cards), len(cards))
-    style = f"--columns:{columns}"
-    if before:
-        about = element("span", f"pale: {original}", class_="na-name", title=original)
-        cards.insert(0, element("div", about, class_="na-chart-head na-original"))
-    return element("div", *cards, class_="na-charts", style=style, onmousedown=_ZOOM)
-
-
-def _card(
-    name: str,
-    curve: Curve,
-    points: Sequence[Point],
-    smoothing: float,
-    is_log: bool,
-    limit: int,
-    num_stripes: int,
-    before: Sequence[Point] | None,
-) -> Markup:
-    every = [*points, *(before or ())]
-    can_be_log = all(y > 0 for _, y in every if math.isfinite(y))
-    said = not_finite_note(curve.not_finite)
-    # Beside the steps, where it moves nothing as it comes.
-    note = element("span", shorten(said, 120), class_="na-not-finite", title=shorten(said, 200))
-    note = note if said else Markup("")
-    no_log = element(
-        "span", "linear", class_="na-muted", title="a logarithmic scale needs values above zero"
-    )
-    title = shorten(one_line(name, 90), 120)
-    head = element(
-        "div",
-        element("span", shorten(name_of(name), 60), class_="na-name", title=title),
-        element("b", wording.number(curve.last)),
-        no_log if is_log and not can_be_log else "",
-        class_="na-chart-head",
-    )
-    if len(points) < 2:
-        # One value is no curve, and its number says it all.
-        return element("div", head, note, class_="na-chart")
-    line = _smoothed(points, smoothing)
-    # A single pale curve, of which one knows what it is: that of the original, or the raw one.
-    lines = {"": line, **({ORIGINAL: _smoothed(before, smoothing)} if before else {})}
-    behind = [lines[ORIGINAL]] if before else [points] if smoothing else []
-    drawn = _draw(line, limit, is_log=is_log and can_be_log, others=behind)
-    # Invisible, of the page's own: the browser's ``title`` vanishes at each drawing.
-    texts = _texts(lines, drawn, num_stripes)
-    hover = [element("i", element("span", text)) for text in texts]
-    hover += _marks(curve, drawn)
-    steps = f"{drawn.first:.0f} {drawn.last:.0f}"
-    ends = " to ".join(reversed([*drawn.labels.values()]))
-    plot = element(
-        "div",
-        drawn.box(
-            has_style=True, role="img", aria_label=f"from {ends}" if ends else "no value is finite"
-        ),
-        *(element("span", text, class_=f"na-tick-{at}") for at, text in drawn.labels.items()),
-        element(
-            "div",
-            element("span", wording.count(round(drawn.first))),
-            note,
-            element("span", f"step {wording.count(round(drawn.last))}"),
-            class_="na-chart-steps",
-        ),
-        element("div", *hover, class_="na-stripes", data_steps=steps),
-        class_="na-plot",
-        style=f"--left:{drawn.left}px" if drawn.left > _LEFT else None,
-    )
-    return element("div", head, plot, class_="na-chart")
-
-
 def sparkline(points: Sequence[Point], width: int = 10) -> str:
     """Return a curve as ``width`` characters at most, for a cell of a table and for text."""
     ys = [y for _, y in points if math.isfinite(y)]
@@ -407,7 +382,7 @@ def sparkline(points: Sequence[Point], width: int = 10) -> str:
     return "".join(_BLOCKS[level] for level in levels)
 
 
-def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
+def smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
     """Return an exponential moving mean, bias-corrected; values that are not finite stay."""
     if not weight:
         return points
@@ -464,15 +439,3 @@ def _texts(
             label = name if len(name) <= _MAX_LABEL else f"{name[:12]}…{name[-_MAX_LABEL + 13 :]}"
             texts.append(f"{label}: {wording.number(seen[name][1])}" if name else "")
     return texts
-
-
-def _marks(curve: Curve, drawn: _Drawn) -> list[Markup]:
-    """Return a line for each change of a knob, which says what it was on hover."""
-    marks = []
-    for step, name, value in curve.marks:
-        if not drawn.first <= step <= drawn.last:
-            continue
-        text = f"step {wording.count(round(step))}: {shorten(name, 40)} = {wording.number(value)}"
-        left = f"left:{_share(step, drawn.first, drawn.last):.1%}"
-        marks.append(element("u", element("span", text), style=left))
-    return marks

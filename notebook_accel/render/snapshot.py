@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from markupsafe import Markup
 
@@ -22,10 +22,10 @@ from notebook_accel.launch.control.stacks import fold_frames
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
-from notebook_accel.launch.view.progress import name_of, not_finite_note
+from notebook_accel.launch.view.progress import name_of
 from notebook_accel.launch.view.step_times import step_lines
-from notebook_accel.render import charts, panel
-from notebook_accel.render.charts import ORIGINAL
+from notebook_accel.render import panel
+from notebook_accel.render.charts import ORIGINAL, draw_metrics
 from notebook_accel.render.markup import (
     ansi_to_markup,
     copy_button,
@@ -318,40 +318,6 @@ def _metrics(curves: Mapping[str, Curve], original: _Before) -> Markup:
             values.append(f"… and {hidden:,} more in run.metrics")
         parts.append(element("div", ", ".join(values), style="margin:6px 0 2px"))
     return join(parts)
-
-
-def draw_metrics(metrics: Mapping[str, Mapping[str, Curve]], **how: Any) -> Markup:
-    """Return charts of metrics, each with the curves of runs by what these are called.
-
-    ``how`` is that of ``saved_chart``.
-    """
-    # As wide as in the live panel: two or three in a row, and on a narrow page one.
-    size = f"flex:1 1 {330 if len(metrics) == 4 else 280}px;max-width:480px"
-    plots = [
-        element("div", *_plot(name, curves, how), style=size) for name, curves in metrics.items()
-    ]
-    row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
-    return element("div", *plots, style=row)
-
-
-def _plot(name: str, curves: Mapping[str, Curve], how: Mapping[str, Any]) -> list[Markup]:
-    points = {called: curve.points() for called, curve in curves.items()}
-    own, curve = next(iter(points.values())), next(iter(curves.values()))
-    # Not its last point: of several values at one step, that is the highest.
-    first, last = wording.number(own[0][1]), wording.number(curve.last)
-    value = "" if how.get("colours") else f"\N{NO-BREAK SPACE} {last}"
-    parts = [element("div", element("b", name_of(name)), value)]
-    if len(curves) > 1 and not how.get("colours") and ORIGINAL not in curves:
-        about = f"in colour: {next(iter(curves))}"
-        parts.append(element("div", about, style=f"{MUTED};font-size:11px"))
-    if max(map(len, points.values())) > 1:
-        alt = f"{name_of(name)}: {first} → {last} at step {wording.count(own[-1][0])}"
-        parts.append(charts.saved_chart(points, alt=alt, **how))
-    for called, curve in [*curves.items()][: 1 if ORIGINAL in curves else None]:
-        if note := not_finite_note(curve.not_finite):
-            style = f"font-size:11px;color:{COLOURS['stopped']}"
-            parts.append(element("div", f"{called}: {note}" if called else note, style=style))
-    return parts
 
 
 # ---- output --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 // since the charts are drawn anew meanwhile. Nothing depends on it: a range can be typed.
 
 const s=event.target.closest('[data-steps]');
-const f=this.closest('.na-panel').querySelector('.na-range input');
+const f=this.closest('.na-panel')?.querySelector('.na-range input');
 if(event.button||!s||!f)return;
 const b=s.getBoundingClientRect(),[a,z]=s.dataset.steps.split(' ').map(Number);
 const x=Math.round(a+(z-a)*(event.clientX-b.left)/b.width),m=f.value.match(/^(-?\d+) to$/);

@@ -79,7 +79,7 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(
     assert "width=8" not in legend
     assert "<script" not in first
     assert first.count("<tr>") == 3
-    assert "<b>&lt;b&gt;</b>" in first
+    assert ">&lt;b&gt;</b>" in first
     assert len(first) < 20_000
     assert "step" in first.partition("position:absolute")[2]
 
@@ -152,7 +152,7 @@ def check_original(notebook: Notebook, launch: str, end: Path, legend: str) -> N
 
     def charts() -> list[str]:
         values = (str(model.get("value")) for model in kernel.models.values())
-        return [value for value in values if "na-plot" in value]
+        return [value for value in values if "class='na-plot'" in value]
 
     is_drawn = lambda: any(chart.count("<path") == 2 for chart in charts())  # noqa: E731
     assert kernel.listen_until(is_drawn, seconds=60), charts()

@@ -28,7 +28,7 @@ from notebook_accel.notebook.live_panel import PanelBox
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.views import Dashboard, dashboard_in
 from notebook_accel.notebook.widgets import PanelWidgets
-from notebook_accel.render.charts import saved_chart, sparkline
+from notebook_accel.render.charts import chart, sparkline
 from notebook_accel.render.markup import (
     element,
     join,
@@ -259,10 +259,10 @@ def render_live(
     hidden = len(trials) - len(found)
     notes = [*([f"{hidden} more trials are in the list above"] if hidden else []), *notes]
     curves = _curves(trials)
-    chart = _chart(curves, metric, is_live=True) if curves else Markup("")
+    drawn = _chart(curves, metric, is_live=True) if curves else Markup("")
     return element(
         "div",
-        element("div", style_element("charts"), chart, class_="na-together") if curves else "",
+        element("div", style_element("charts"), drawn, class_="na-together") if curves else "",
         element("div", table, class_="na-trials") if found else "",
         *(element("div", shorten(note, 400), class_="na-muted na-fold") for note in notes),
         class_="na",
@@ -284,7 +284,7 @@ def _called(trial: Trial) -> str:
 def _chart(curves: dict[str, Any], metric: str | None, *, is_live: bool = False) -> Markup:
     words = f"{shorten(metric or '', 60)} · in colour: {next(iter(curves))}"
     title = element("div", words, style="opacity:.65;margin-top:6px")
-    return join([title, saved_chart(curves, alt=words, is_live=is_live)])
+    return join([title, chart(curves, alt=words, is_live=is_live)])
 
 
 def as_bundle(
