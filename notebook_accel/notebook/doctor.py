@@ -1,4 +1,4 @@
-"""``%accelerate doctor``: find what stops or hurts a launch on this machine; show it as a table."""
+"""``%accelerate doctor``: what hurts a launch on this machine and in its Jupyter server."""
 
 from __future__ import annotations
 
@@ -8,56 +8,21 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from notebook_accel.launch.doctor import FINE, HURTS, SIGNS, STOPS, Finding, as_lines, examine
+from notebook_accel.launch.doctor import Finding, as_lines, examine
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.render.markup import element
 
-_COLOURS = {FINE: "#388e3c", HURTS: "#b7791f", STOPS: "#d32f2f"}
 # ``python .../jupyter-lab``, ``python -m jupyterlab``, ``python .../jupyterhub-singleuser``.
 _SERVER = re.compile(r"^(?:.*/)?(?:jupyter(?:[-_]?\w+|hub-singleuser)?|notebook)$")
-# No inline style knows a narrow page from a wide one, so the text of a row is two flexible boxes:
-# where a page is narrow, the answer has lines of its own below what it is about.
-_ROW = "display:flex;padding:0;background:none"
-_CELL = (
-    "box-sizing:border-box;text-align:left;padding:3px 0;font-size:13px;white-space:normal;"
-    "overflow-wrap:anywhere;border:none"
-)
 
 
-class Diagnosis:
-    """The findings of ``%accelerate doctor``: a table in a notebook, lines in a terminal."""
-
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        self.findings = findings
-
-    def __repr__(self) -> str:
-        return "\n".join(as_lines(self.findings))
-
-    def _repr_html_(self) -> str:
-        width = 14 + 8 * max((len(each.subject) for each in self.findings), default=0)
-        rows = []
-        for each in self.findings:
-            colour = f"color:{_COLOURS[each.level]}"
-            style = f"{_CELL};flex:0 0 24px;{colour}"
-            sign = element("td", SIGNS[each.level], style=style, aria_label=each.level)
-            subject = element("b", each.subject, style=f"flex:0 0 {width}px;font-weight:600")
-            remedy = element("div", f"→ {each.remedy}", style=colour) if each.remedy else ""
-            found = element("div", each.found, remedy, style="flex:1 1 300px")
-            style = f"{_CELL};flex:1 1 0;display:flex;flex-wrap:wrap"
-            rows.append(element("tr", sign, element("td", subject, found, style=style), style=_ROW))
-        body = element("tbody", *rows, style="display:block")
-        return str(element("table", body, style="display:block;font-size:13px"))
-
-
-def diagnose() -> Diagnosis:
-    """Examine this machine and its Jupyter server, and return what was found."""
-    return Diagnosis([*examine(), *_widgets()])
+def diagnose() -> list[str]:
+    """Examine this machine and its Jupyter server, and return what was found as lines."""
+    return as_lines([*examine(), *_widgets()])
 
 
 _EXTENSION = "labextensions/@jupyter-widgets/jupyterlab-manager/package.json"

@@ -389,7 +389,7 @@ class AccelerateMagics(Magics):
         display(config_picker(*arguments))
 
     def _doctor(self, arguments: Sequence[str]) -> None:
-        display(diagnose())
+        print("\n".join(diagnose()))  # noqa: T201
 
     def _running(self) -> NotebookSession:
         running = session.current_session()

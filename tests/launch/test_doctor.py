@@ -16,10 +16,9 @@ import torch
 
 from notebook_accel.config import default_config_path
 from notebook_accel.launch import doctor
-from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
+from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, as_lines, examine
 from notebook_accel.launch.preflight import Machine
 from notebook_accel.notebook import doctor as notebook_doctor
-from notebook_accel.notebook.doctor import Diagnosis
 from notebook_accel.training.processes import devices
 
 HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
@@ -247,8 +246,7 @@ def test_a_server_is_known_by_its_command(command: str, is_server: bool) -> None
     assert any(map(notebook_doctor._SERVER.search, parts[1:4])) == is_server
 
 
-def test_a_diagnosis_reads_as_a_table_and_as_lines() -> None:
+def test_a_finding_reads_as_a_line_and_its_remedy_as_another() -> None:
     bad = Finding(subject="a<b", found="seen", remedy="do it", stops=True)
-    shown = Diagnosis([Finding(subject="x", found="good"), bad])
-    assert repr(shown) == "✓ x: good\n✗ a<b: seen\n    to do: do it"
-    assert "a&lt;b" in shown._repr_html_()
+    shown = "\n".join(as_lines([Finding(subject="x", found="good"), bad]))
+    assert shown == "✓ x: good\n✗ a<b: seen\n    to do: do it"
