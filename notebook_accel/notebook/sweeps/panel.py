@@ -8,13 +8,13 @@ The sweep's thread draws; clicks, which may come from any thread, leave a note f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 from markupsafe import Markup
 
-from notebook_accel.launch.control.curves import Point
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.text import wording
@@ -31,7 +31,6 @@ from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.charts import chart, sparkline
 from notebook_accel.render.markup import (
     element,
-    join,
     message_bytes,
     pick_script,
     shorten,
@@ -121,7 +120,9 @@ class SweepPanel:
         self._title.value = str(
             element("div", element("div", element("b", title)), class_="na na-title")
         )
-        self._box.body.value = str(render_live(trials, metric, notes, self._picker.value))
+        self._box.body.value = as_bundle(
+            title, trials, metric, notes, is_live=True, picked=self._picker.value
+        )["text/html"]
         picked = self._picked()
         (self._bar.add_class if picked is None else self._bar.remove_class)("na-hidden")
         if picked is not None:
@@ -196,8 +197,6 @@ _MAX_ERROR = 80
 _LIVE_BYTES = 9_000
 # A row picks its trial in the list above.
 _PICK = pick_script("[data-n]", "r.dataset.n", "na-trial-filter")
-_CELL = "white-space:nowrap;text-align:left"
-_SCROLLS = "overflow:auto;max-height:420px;margin:6px 0"
 
 
 def in_order(trials: Sequence[Trial], mode: str) -> list[Trial]:
@@ -236,78 +235,59 @@ def _row(trial: Trial, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _head(cells: Sequence[str], style: str | None = None) -> Markup:
-    return element("thead", element("tr", *(element("th", cell, style=style) for cell in cells)))
+def as_bundle(
+    title: str,
+    trials: Sequence[Trial],
+    metric: str | None,
+    notes: Sequence[str],
+    *,
+    is_live: bool = False,
+    picked: int | None = None,
+) -> dict[str, str]:
+    """Return table and chart as a MIME bundle: text, and HTML in which all text is escaped.
 
-
-def render_live(
-    trials: Sequence[Trial], metric: str | None, notes: Sequence[str], picked: int | None
-) -> Markup:
-    """Return chart and rows of the live panel, of the trials in order as many as have room."""
-    head, *body = rows(trials, metric) or [[]]
-    found, room = [], _LIVE_BYTES
-    for trial, cells in zip(trials, body, strict=False):
-        kind = {"pruned": "stopped"}.get(trial.status, trial.status)
-        parts = [element("td", cells[0]), element("td", cells[1], class_=f"na-{kind}")]
+    That of the live panel is drawn by its style sheet, and has the rows that it has room for.
+    """
+    head, *body = cells = rows(trials, metric) or [[]]
+    plain = None if is_live else "white-space:nowrap;text-align:left"
+    found, room = [], _LIVE_BYTES if is_live else math.inf
+    for trial, (number, state, *rest) in zip(trials, body, strict=False):
+        colour = COLOURS.get({"pruned": "stopped"}.get(trial.status, trial.status))
+        style = ";".join(filter(None, (plain, colour and f"color:{colour}"))) or None
+        parts = [element("td", number, style=plain), element("td", state, style=style)]
+        parts += [element("td", cell, style=plain) for cell in rest]
         is_picked = "true" if trial.number == picked else None
-        parts += [element("td", cell) for cell in cells[2:]]
-        found.append(element("tr", *parts, data_n=trial.number, aria_selected=is_picked))
+        name = number if is_live else None
+        found.append(element("tr", *parts, data_n=name, aria_selected=is_picked))
         room -= message_bytes(found[-1])
         if room < 0:
             break
-    table = element("table", _head(head), element("tbody", *found, onmousedown=_PICK))
-    hidden = len(trials) - len(found)
-    notes = [*([f"{hidden} more trials are in the list above"] if hidden else []), *notes]
-    curves = _curves(trials)
-    drawn = _chart(curves, metric, is_live=True) if curves else Markup("")
-    return element(
+    if hidden := len(trials) - len(found):
+        where = "the list above" if is_live else ".to_pandas()"
+        notes = [f"{hidden} more trials are in {where}", *notes]
+    heads = (element("th", cell, style=plain) for cell in head)
+    rest_of_table = element("tbody", *found, onmousedown=_PICK if is_live else None)
+    style = None if is_live else "margin:0"
+    table = element("table", element("thead", element("tr", *heads)), rest_of_table, style=style)
+    curves = {
+        shorten(f"trial {one.number} ({wording.arguments((), one.settings)})", 60): points
+        for one in trials
+        if (points := one.curve.points())
+    }
+    drawn: list[Markup] = []
+    if max(map(len, curves.values()), default=0) > 1:
+        words = f"{shorten(metric or '', 60)} · in colour: {next(iter(curves))}"
+        drawn.append(element("div", words, style="opacity:.65;margin-top:6px"))
+        drawn.append(chart(curves, alt=words, is_live=is_live))
+    look = {"class_": "na"} if is_live else {"style": "max-width:1000px"}
+    scrolls = None if is_live else "overflow:auto;max-height:420px;margin:6px 0"
+    html = element(
         "div",
-        element("div", style_element("charts"), drawn, class_="na-together") if curves else "",
-        element("div", table, class_="na-trials") if found else "",
+        style_element("charts") if is_live else element("b", title),
+        element("div", *drawn, class_="na-together") if drawn else "",
+        element("div", table, class_="na-trials", style=scrolls) if found else "",
         *(element("div", shorten(note, 400), class_="na-muted na-fold") for note in notes),
-        class_="na",
+        **look,
     )
-
-
-def _curves(trials: Sequence[Trial]) -> dict[str, Sequence[Point]]:
-    """Return the curves by what a trial is called; none before one of them is more than a point."""
-    found: dict[str, Sequence[Point]] = {
-        _called(trial): points for trial in trials if (points := trial.curve.points())
-    }
-    return found if max(map(len, found.values()), default=0) > 1 else {}
-
-
-def _called(trial: Trial) -> str:
-    return shorten(f"trial {trial.number} ({wording.arguments((), trial.settings)})", 60)
-
-
-def _chart(curves: dict[str, Any], metric: str | None, *, is_live: bool = False) -> Markup:
-    words = f"{shorten(metric or '', 60)} · in colour: {next(iter(curves))}"
-    title = element("div", words, style="opacity:.65;margin-top:6px")
-    return join([title, chart(curves, alt=words, is_live=is_live)])
-
-
-def as_bundle(
-    title: str, trials: Sequence[Trial], metric: str | None, notes: Sequence[str]
-) -> dict[str, str]:
-    """Return table and chart as a MIME bundle: text, and HTML in which all text is escaped."""
-    head, *body = cells = rows(trials, metric) or [[]]
-    if len(trials) > len(body):
-        notes = [f"{len(trials) - len(body)} more trials are in .to_pandas()", *notes]
-    found = []
-    for trial, (number, state, *rest) in zip(trials, body, strict=False):
-        colour = COLOURS.get(trial.status)
-        style = f"{_CELL};color:{colour}" if colour else _CELL
-        row = element("td", number, style=_CELL), element("td", state, style=style)
-        found.append(element("tr", *row, *(element("td", cell, style=_CELL) for cell in rest)))
-    table = element("table", _head(head, _CELL), element("tbody", *found), style="margin:0")
-    parts: list[Markup | str] = [element("b", title)]
-    if curves := _curves(trials):
-        parts.append(_chart(curves, metric))
-    parts += [element("div", table, style=_SCROLLS)] if body else []
-    parts += [element("div", note) for note in notes]
-    frame = element("div", join(parts), style="max-width:1000px")
-    return {
-        "text/plain": "\n".join([title, *wording.aligned(cells), *notes]),
-        "text/html": str(frame),
-    }
+    text = "\n".join([title, *wording.aligned(cells), *notes])
+    return {"text/plain": text, "text/html": str(html)}
