@@ -35,13 +35,12 @@ _Timed = tuple[int | None, str]
 
 # ---- The lines: pure functions of the state.
 
-# A page scrolls through so many without a pause; the rank's file has all.
-MAX_LINES = 2000
-# For 2,000 lines of 200 characters; where lines are longer than that, fewer of them are shown.
-_MAX_BLOCKS = 40
 # A block is one message at most, and a panel may send 20 KB at a time.
 _BLOCK_LINES = 100
 _BLOCK_BYTES = 12_000
+# A page scrolls through 2,000 lines without a pause; the rank's file has all.
+_MAX_BLOCKS = 21
+_MAX_LINES = 2000
 # Of a line that takes more the start is shown, without its colours. The last line of a block may
 # go beyond the block's own bytes by as much.
 _LINE_BYTES = 6_000
@@ -61,12 +60,12 @@ class LogBlock:
     number: int
     lines: list[tuple[int | None, int | None, str]] = field(default_factory=list)
     num_bytes: int = 0
-    is_sent: bool = False
+    is_sent: bool = True
     follows_gap: bool = False
 
 
 class LogWindow:
-    """The last :data:`MAX_LINES` lines of some ranks as blocks, and which of them the page has.
+    """The last 2,000 lines of some ranks as blocks, fewer of long ones, and which the page has.
 
     ``words`` are searched for regardless of case; "" for all lines.
     """
@@ -75,10 +74,10 @@ class LogWindow:
         self.ranks, self.words = tuple(ranks), words
         self._needle = words.casefold()
         self._readers = {rank: LineReader() for rank in ranks}
-        self._blocks: deque[LogBlock] = deque()
+        self._blocks: deque[LogBlock] = deque([LogBlock(0)], maxlen=_MAX_BLOCKS)
         self._num_found = 0
-        # Whether the page lacks the block before the oldest one here.
-        self._has_dropped_unsent = False
+        # The number of the block that was sent last.
+        self._sent_last = -1
         # Lines without an end yet, by rank: shown below all others.
         self._open_lines: dict[int, _Timed] = {}
 
@@ -87,7 +86,7 @@ class LogWindow:
             number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
         }
         # Of 128 ranks that print at once nobody could see more.
-        limit = max(20, MAX_LINES // max(1, sum(bool(new) for new, _ in news.values())))
+        limit = max(20, _MAX_LINES // max(1, sum(bool(new) for new, _ in news.values())))
         for number, (new, num_dropped) in news.items():
             wanted = self._wanted(_with_times(new, state.ranks[number]))
             self._num_found += len(wanted)
@@ -109,13 +108,7 @@ class LogWindow:
                     newest[number] = line
         if newest != self._open_lines:
             self._open_lines = newest
-            self._newest_block().is_sent = False
-        num_newer = sum(len(block.lines) for block in self._blocks)
-        while self._blocks:
-            num_newer -= len(self._blocks[0].lines)
-            if len(self._blocks) <= _MAX_BLOCKS and num_newer < MAX_LINES:
-                break
-            self._has_dropped_unsent = not self._blocks.popleft().is_sent
+            self._blocks[-1].is_sent = False
 
     def _wanted(self, lines: list[_Timed]) -> list[_Timed]:
         if not self._needle:
@@ -127,20 +120,19 @@ class LogWindow:
         """Lines so far that contain ``words``, including lines dropped since."""
         return self._num_found + len(self._open_lines)
 
-    @property
-    def first_number(self) -> int:
-        return self._blocks[0].number if self._blocks else 0
+    def next_block(self) -> LogBlock | None:
+        """Return an unsent block, now sent, or None: the newest one and older ones take turns.
 
-    def next_block(self, *, older: bool = False) -> LogBlock | None:
-        """Return the newest unsent block, now sent, or None; ``older`` skips the newest block."""
+        Where lines keep coming, the newest one alone would take every message.
+        """
         unsent = [index for index, block in enumerate(self._blocks) if not block.is_sent]
         if not unsent:
             return None
-        is_left = older and len(unsent) > 1 and unsent[-1] == len(self._blocks) - 1
-        index = unsent[-2] if is_left else unsent[-1]
-        block, before = self._blocks[index], self._blocks[index - 1]
-        block.is_sent = True
-        block.follows_gap = not before.is_sent if index else self._has_dropped_unsent
+        has_had_its_turn = self._blocks[unsent[-1]].number == self._sent_last and len(unsent) > 1
+        index = unsent[-2] if has_had_its_turn else unsent[-1]
+        block = self._blocks[index]
+        block.is_sent, self._sent_last = True, block.number
+        block.follows_gap = index > 0 and not self._blocks[index - 1].is_sent
         if block is not self._blocks[-1] and self._blocks[index + 1].follows_gap:
             # The page has what comes before that one from now on.
             self._blocks[index + 1].is_sent = False
@@ -149,7 +141,7 @@ class LogWindow:
     def forget_sent(self) -> None:
         """Mark all blocks as unsent, since the page showed another window until now."""
         for block in self._blocks:
-            block.is_sent = False
+            block.is_sent = not (block.lines or self._open_lines)
 
     def render(self, block: LogBlock) -> Markup:
         """The newest block ends with the unfinished lines of the ranks."""
@@ -174,26 +166,18 @@ class LogWindow:
         return join(groups)
 
     def _append(self, rank: int | None, second: int | None, lines: Sequence[str]) -> None:
-        block = self._newest_block()
         for line in lines:
+            block = self._blocks[-1]
             if len(block.lines) >= _BLOCK_LINES or block.num_bytes >= _BLOCK_BYTES:
-                block = self._add_block()
+                # The open lines move below the new block.
+                block.is_sent = block.is_sent and not self._open_lines
+                block = LogBlock(block.number + 1)
+                self._blocks.append(block)
             if not block.lines or block.lines[-1][:2] != (rank, second):
                 block.num_bytes += _LABEL_BYTES
             block.num_bytes += min(_markup_bytes(line), _LINE_BYTES)
             block.lines.append((rank, second, line))
             block.is_sent = False
-
-    def _newest_block(self) -> LogBlock:
-        return self._blocks[-1] if self._blocks else self._add_block()
-
-    def _add_block(self) -> LogBlock:
-        if self._blocks and self._open_lines:
-            # The open lines move below the new block.
-            self._blocks[-1].is_sent = False
-        block = LogBlock(self._blocks[-1].number + 1 if self._blocks else 0)
-        self._blocks.append(block)
-        return block
 
 
 def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
@@ -237,9 +221,6 @@ class LogView:
         self._window = self._all_ranks
         self._follow_asked = threading.Event()
         self._saved = saved
-        # The number of the block that each widget shows.
-        self._shown: dict[int, int] = {}
-        self._is_turn_of_older = False
         self._widgets = widgets
         self._blocks = widgets.make(ipywidgets.VBox, classes="na-blocks")
         self._scroll = self._make_scroll_box()
@@ -292,8 +273,8 @@ class LogView:
             self._window = self._all_ranks if is_all else LogWindow(ranks, words)
             self._window.read(state)
             self._window.forget_sent()
-            for index in list(self._shown):
-                self._clear(index)
+            for widget in self._blocks.children:
+                widget.value = ""
             self._follow_asked.set()
         if self._follow_asked.is_set():
             self._follow_asked.clear()
@@ -313,20 +294,9 @@ class LogView:
     # ---- drawing ----
 
     def _send_block(self) -> bool:
-        # The newest block and those before it take turns: where lines keep coming, the newest one
-        # alone would take every message.
-        self._is_turn_of_older = not self._is_turn_of_older
-        block = self._window.next_block(older=self._is_turn_of_older)
-        if block is not None:
-            self._show(block)
-            return True
-        # Blocks that the window has dropped; in a flood their widgets are used again instead.
-        for index, number in list(self._shown.items()):
-            if number < self._window.first_number:
-                self._clear(index)
-        return False
-
-    def _show(self, block: LogBlock) -> None:
+        block = self._window.next_block()
+        if block is None:
+            return False
         # Blocks stand in the page's own order too, for screen readers and for copied text, but
         # for the seam between the oldest and the newest one.
         index = block.number % _MAX_BLOCKS
@@ -339,11 +309,7 @@ class LogView:
         # The order comes with the lines: as the widget's layout it would be one more message.
         markup = element("div", lines, class_="na-block", style=f"order:{block.number}")
         self._blocks.children[index].value = str(markup)
-        self._shown[index] = block.number
-
-    def _clear(self, index: int) -> None:
-        self._blocks.children[index].value = ""
-        del self._shown[index]
+        return True
 
     def _make_scroll_box(self) -> Any:
         return self._widgets.make(ipywidgets.Box, [self._blocks], classes="na-scroll")
