@@ -288,21 +288,21 @@ class LivePanel:
         now = time.monotonic()
         if state.hang is not None:
             self._last_hang = hang_line(state)
-        since = self._stopping_since
-        details = panel.Details(
-            now=state.now(),
-            throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
-            of_run=self._throughput.of_run(state),
-            last_hang=self._last_hang,
-            picked=self.log.chosen,
-            stopping=None if since is None else now - since,
-            grace=self._run.config.grace,
-        )
         # The rate in the title changes all the time, and is a message of its own.
         if state.status != self._titled or now >= self._titled_at + _TITLE_SECONDS:
             self._titled, self._titled_at = state.status, now
-            self._title.value = str(panel.render_title(state, details))
-        self._body.value = str(panel.render_panel(state, details))
+            of_run = self._throughput.of_run(state)
+            self._title.value = str(panel.render_title(state, state.now(), of_run))
+        self._body.value = str(
+            panel.render_panel(
+                state,
+                {rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
+                last_hang=self._last_hang,
+                picked=self.log.chosen,
+                stopping=0.0 if self._stopping_since is None else now - self._stopping_since,
+                grace=self._run.config.grace,
+            )
+        )
         self._warnings.value = str(element("div", panel.render_warnings(state), class_="na"))
         self._alert.value = str(panel.render_alert(state))
         if state.status == "stopping":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import math
 import re
 import threading
@@ -25,6 +24,7 @@ from types import FunctionType
 from typing import Any
 
 import ipywidgets
+import yaml
 from IPython.core.getipython import get_ipython
 from markupsafe import Markup
 
@@ -112,8 +112,9 @@ def _row(one: Setting, widgets: PanelWidgets) -> Row:
     traits: dict[str, Any] = {"indent": True}
     # A text is sent with each key, so that what is wrong is told while one types.
     if one.name == "env":
-        kind, traits = ipywidgets.Textarea, {"placeholder": "NAME=value", "rows": 2, **_EACH_KEY}
-        read, write = _pairs_of_lines, _lines_of_pairs
+        kind, traits = ipywidgets.Textarea, {"placeholder": "NAME: value", "rows": 2, **_EACH_KEY}
+        read = _mapping_of
+        write = lambda given: yaml.safe_dump(given) if given else ""  # noqa: E731
     elif one.texts or (one.kind is bool and one.default is not False):
         choices = [choice for choice in one.texts or (True, False) if choice != one.default]
         # None would mean that nothing is chosen, and be shown as an empty field.
@@ -134,25 +135,11 @@ def _text_of(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _pairs_of_lines(text: str) -> dict[str, str] | None:
-    """Return the variables in lines of ``NAME=value``, quoted as in JSON; None for none."""
-    pairs = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
-        name, _, value = line.partition("=")
-        if value.startswith('"'):
-            with contextlib.suppress(ValueError):
-                value = str(json.loads(value))
-        pairs[name] = value
-    return pairs or None
-
-
-def _lines_of_pairs(given: Mapping[str, str] | None) -> str:
-    lines = []
-    for name, text in (given or {}).items():
-        # In quotes what a line would not give back as it is.
-        is_plain = text == text.strip().lstrip('"') and len(text.splitlines()) < 2
-        lines.append(f"{name}={text if is_plain else json.dumps(text)}")
-    return "\n".join(lines)
+def _mapping_of(text: str) -> Any:
+    """Return a mapping of texts from YAML; None for none, and what cannot be read as it is."""
+    with contextlib.suppress(yaml.YAMLError):
+        return yaml.load(text, yaml.BaseLoader) or None
+    return text
 
 
 def _strategy_row(widgets: PanelWidgets) -> Row:

@@ -8,7 +8,8 @@ row (the heat row), the slowest first, and only the slowest few have a row of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 from markupsafe import Markup
@@ -37,44 +38,56 @@ _MAX_RANKS_WITH_ROWS_OF_BARS = 4
 AskedStacks: TypeAlias = "tuple[str, Sequence[tuple[str, str]]]"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Details:
-    """The facts that the panel shows in addition to the run's state; ``LivePanel`` collects them.
+def render_panel(
+    state: RunState,
+    throughputs: Mapping[int, float | None] = MappingProxyType({}),
+    *,
+    last_hang: str = "",
+    picked: int | None = None,
+    stopping: float = 0.0,
+    grace: float = 0.0,
+) -> Markup:
+    """Return ranks, notices and warnings; that of a hang stays: no panel jumps under the mouse.
 
-    Attributes:
-        now: wall time in seconds.
+    Args:
         throughputs: batches or steps per second of each rank; None where not known yet.
-        of_run: mean items per second of one rank, and their unit, such as "step".
         last_hang: the newest hang's text, also after it is over; "" if there was none.
         picked: the rank whose output is in the log; None for all.
-        stopping: seconds since the run was asked to stop; None before.
+        stopping: seconds since the run was asked to stop.
         grace: seconds that ranks have after Stop until they are interrupted.
     """
-
-    now: float
-    throughputs: Mapping[int, float | None] = field(default_factory=dict)
-    of_run: tuple[float, str] | None = None
-    last_hang: str = ""
-    picked: int | None = None
-    stopping: float | None = None
-    grace: float = 0.0
-
-
-def render_panel(state: RunState, details: Details) -> Markup:
-    """Return ranks, notices and warnings; that of a hang stays: no panel jumps under the mouse."""
-    warned = [line for line in (_hang(state, details), _stopping(details)) if line]
-    warnings = element("div", *warned, class_="na-warnings") if warned else ""
-    parts = _ranks(state, details), _steps(state), _notices(state), warnings
+    warned: list[Markup] = []
+    if state.hang is not None:
+        kind = "na-hang" if state.hang.is_certain else "na-waiting"
+        warned.append(element("div", shorten(summary.hang_line(state), 800), class_=kind))
+    elif last_hang:
+        text = f"The run goes on. Before that: {last_hang}"
+        warned.append(element("div", shorten(text, 800), class_="na-muted"))
+    if stopping > _STOP_SECONDS:
+        line = (
+            "Waiting for the ranks to finish their step and leave. Stop again interrupts them, and "
+            f"ends them {grace:g} s later. Kill ends them now, and results are lost."
+        )
+        warned.append(element("div", line, class_="na-waiting"))
+    notices = [element("div", shorten(text, _NOTICE_BYTES)) for text in state.notices[-4:]]
+    parts = [_ranks(state, throughputs, picked), _steps(state)]
+    parts += [element("div", *notices, class_="na-notices")] if notices else []
+    parts += [element("div", *warned, class_="na-warnings")] if warned else []
     return element("div", *parts, class_="na")
 
 
-def render_title(state: RunState, details: Details) -> Markup:
-    """Return the panel's title bar as HTML: name, status, time, ranks, devices and rate."""
+def render_title(state: RunState, now: float, of_run: tuple[float, str] | None = None) -> Markup:
+    """Return the panel's title bar as HTML: name, status, time, ranks, devices and rate.
+
+    Args:
+        now: wall time in seconds.
+        of_run: mean items per second of one rank, and their unit, such as "step".
+    """
     about = summary.on_what(state) or summary.num_ranks(state)
     parts = [element("span", about, title=about)]
-    if details.of_run is not None and state.status == "running":
+    if of_run is not None and state.status == "running":
         of_what = "of a rank, in the mean of all and of the last seconds"
-        parts.append(element("span", wording.rate(*details.of_run), title=of_what))
+        parts.append(element("span", wording.rate(*of_run), title=of_what))
     # Where it has no room it is left out.
     best = element("span", summary.best_value(state), class_="na-best")
     name = element(
@@ -82,9 +95,7 @@ def render_title(state: RunState, details: Details) -> Markup:
         element("span", class_=f"na-dot na-{state.status}"),
         element("b", shorten(state.name, 60), title=shorten(state.name, 90)),
         element("span", state.status, class_=f"na-status na-{state.status}"),
-        element(
-            "span", wording.clock(summary.elapsed(state, details.now)), class_="na-muted na-clock"
-        ),
+        element("span", wording.clock(summary.elapsed(state, now)), class_="na-muted na-clock"),
     )
     return element(
         "div",
@@ -179,7 +190,7 @@ _MEANINGS = {
 _PICK = pick_script("i", "r.textContent", "na-rank-filter")
 
 
-def _ranks(state: RunState, details: Details) -> Markup:
+def _ranks(state: RunState, throughputs: Mapping[int, float | None], picked: int | None) -> Markup:
     shown, rest = list(state.ranks), ""
     parts: list[Markup] = []
     if len(shown) > _MAX_ROWS:
@@ -189,14 +200,13 @@ def _ranks(state: RunState, details: Details) -> Markup:
             element("div", *cells, class_="na-heat", aria_hidden="true", onmousedown=_PICK)
         )
         shown = ordered[:_NUM_SLOWEST]
-        picked = details.picked
         if picked is not None and all(rank.rank != picked for rank in shown):
             shown = [state.ranks[picked], *shown[:-1]]
         status_of = lambda rank: summary.live_condition(rank, state).replace("waits", "waiting")  # noqa: E731
         rest = summary.hidden_ranks(state.ranks, shown, status_of)
     rows: list[Markup] = []
     for rank in shown:
-        throughput = details.throughputs.get(rank.rank)
+        throughput = throughputs.get(rank.rank)
         first, *inner = progress.progress_lines(rank, throughput=throughput)
         if state.world_size <= _MAX_RANKS_WITH_ROWS_OF_BARS:
             rows.append(_row(state, rank, first, []))
@@ -343,33 +353,3 @@ def _heat_cell(rank: RankState, state: RunState) -> Markup:
 
 def _class_of(status: str) -> str:
     return f"na-{status.replace(' ', '-')}"
-
-
-# ---- what must be known ---------------------------------------------------------------------
-
-
-def _hang(state: RunState, details: Details) -> Markup:
-    """Return a sentence on the current hang, or the last one that is over; "" for none."""
-    if state.hang is not None:
-        kind = "na-hang" if state.hang.is_certain else "na-waiting"
-        return element("div", shorten(summary.hang_line(state), 800), class_=kind)
-    if details.last_hang:
-        text = f"The run goes on. Before that: {details.last_hang}"
-        return element("div", shorten(text, 800), class_="na-muted")
-    return Markup("")
-
-
-def _stopping(details: Details) -> Markup:
-    """Return "" if Stop was not clicked, and in the first seconds after it."""
-    if details.stopping is None or details.stopping < _STOP_SECONDS:
-        return Markup("")
-    line = (
-        "Waiting for the ranks to finish their step and leave. Stop again interrupts them, and "
-        f"ends them {details.grace:g} s later. Kill ends them now, and results are lost."
-    )
-    return element("div", line, class_="na-waiting")
-
-
-def _notices(state: RunState) -> Markup:
-    lines = [element("div", shorten(text, _NOTICE_BYTES)) for text in state.notices[-4:]]
-    return element("div", *lines, class_="na-notices") if lines else Markup("")

@@ -7,11 +7,11 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.launch.control.run_state import Hang, RunState
 from notebook_accel.render.markup import message_bytes
-from notebook_accel.render.panel import Details, render_alert, render_panel, render_title
+from notebook_accel.render.panel import render_alert, render_panel, render_title
 from tests.notebook.states import after, logged, running, with_failed
 from tests.render.test_markup import HOSTILE, Tags
 
-NOW = Details(now=1042.0)
+NOW = 1042.0
 
 
 def bar(rank: int, number: int = 1, **fields: object) -> wire.Bar:
@@ -22,7 +22,7 @@ def bar(rank: int, number: int = 1, **fields: object) -> wire.Bar:
 def test_a_row_says_how_far_its_rank_is() -> None:
     sample = wire.Sample(rank=0, usage=wire.Usage(memory=412_000_000))
     state = after(running(1), bar(0), sample)
-    page = Tags(render_title(state, NOW) + render_panel(state, NOW))
+    page = Tags(render_title(state, NOW) + render_panel(state))
     for words in ("train", "running", "0:42", "epoch 1", "50/200", "10.0 it/s", "0:15", "412 MB"):
         assert words in page.text
     assert ("aria-label", "rank 0: epoch 1: 50/200") in page.attributes
@@ -34,26 +34,26 @@ def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
         rank=1, usage=wire.Usage(batches=250, total_batches=100, pass_start=200, steps=125)
     )
     state = after(running(2), sample)
-    page = Tags(render_panel(state, Details(now=1042.0, throughputs={1: 25.0})))
+    page = Tags(render_panel(state, {1: 25.0}))
     for words in ("batches50/100", "25.0 batch/s0:02125"):
         assert words in page.text
     # One that has no loader of ours either.
     state = after(running(1), wire.Sample(rank=0, usage=wire.Usage(steps=1_240)))
-    assert "steps1,2401,240" in Tags(render_panel(state, NOW)).text
+    assert "steps1,2401,240" in Tags(render_panel(state)).text
 
 
 def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None:
-    def told(stopping: float | None) -> str:
-        return Tags(render_panel(running(2), Details(now=1, stopping=stopping, grace=10.0))).text
+    def told(stopping: float) -> str:
+        return Tags(render_panel(running(2), stopping=stopping, grace=10.0)).text
 
-    assert "Kill" not in told(None)
+    assert "Kill" not in told(0.0)
     assert "Kill" not in told(0.5)
     assert "Stop again interrupts them, and ends them 10 s later" in told(2.5)
     assert "Kill ends them now, and results are lost." in told(2.5)
 
 
 def num_rows(state: RunState) -> int:
-    return Tags(render_panel(state, NOW)).tags.count("tr")
+    return Tags(render_panel(state)).tags.count("tr")
 
 
 def test_no_row_goes_when_an_inner_bar_does_and_of_many_ranks_none_comes() -> None:
@@ -63,10 +63,10 @@ def test_no_row_goes_when_an_inner_bar_does_and_of_many_ranks_none_comes() -> No
     ended = [bar(0, number, closed=True) for number in (3, 2, 1)]
     state = after(state, *ended, bar(0, 4))
     assert num_rows(state) == 1 + 4 + 2
-    assert Tags(render_panel(state, NOW)).tags.count("progress") == 4
+    assert Tags(render_panel(state)).tags.count("progress") == 4
     state = after(running(5), bar(0, 1), bar(0, 2))
     assert num_rows(state) == 1 + 5
-    assert Tags(render_panel(state, NOW)).tags.count("progress") == 6
+    assert Tags(render_panel(state)).tags.count("progress") == 6
 
 
 def test_the_title_says_on_what_and_how_fast() -> None:
@@ -75,22 +75,22 @@ def test_the_title_says_on_what_and_how_fast() -> None:
         state = after(
             state, wire.Sample(rank=rank, usage=wire.Usage(steps=5, device="NVIDIA H200"))
         )
-    page = Tags(render_title(state, Details(now=1042.0, of_run=(12.5, "step"))))
+    page = Tags(render_title(state, NOW, (12.5, "step")))
     assert page.text == "trainrunning0:422 x NVIDIA H20012.5 step/s"
-    page = Tags(render_title(state, Details(now=1042.0, of_run=(0.4, "batch"))))
+    page = Tags(render_title(state, NOW, (0.4, "batch")))
     assert page.text.endswith("2.50 s/batch")
 
 
 def test_what_a_rank_takes_of_its_machine() -> None:
     sample = wire.Sample(rank=0, usage=wire.Usage(memory=412_000_000, cpu=97))
-    page = Tags(render_panel(after(running(1), sample), NOW))
+    page = Tags(render_panel(after(running(1), sample)))
     assert "cpu" in page.text
     assert "97%" in page.text
     sample = wire.Sample(
         rank=0,
         usage=wire.Usage(memory=412_000_000, cpu=97, device_use=80, device_memory=21_300_000_000),
     )
-    page = Tags(render_panel(after(running(1), sample), NOW))
+    page = Tags(render_panel(after(running(1), sample)))
     for words in ("leftstepgpugpu memcpumemory", "80%21.3 GB97%412 MB"):
         assert words in page.text
     assert ("title", "device 21.3 GB, process 412 MB, 97% of a core") in page.attributes
@@ -109,7 +109,7 @@ def hanging() -> RunState:
 
 
 def test_who_waits_for_whom() -> None:
-    page = Tags(render_panel(hanging(), NOW))
+    page = Tags(render_panel(hanging()))
     for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce"):
         assert words in page.text
     assert "elsewhere" in page.text
@@ -125,13 +125,13 @@ def test_who_waits_for_whom() -> None:
 def test_a_rank_that_is_suspended() -> None:
     state = after(running(2), wire.Sample(rank=1, usage=wire.Usage(is_suspended=True)))
     held = replace(state.ranks[1], quiet_since=1000.0)
-    page = Tags(render_panel(replace(state, ranks=(state.ranks[0], held)), NOW))
+    page = Tags(render_panel(replace(state, ranks=(state.ranks[0], held))))
     assert ("class", "na-c-state na-suspended") in page.attributes
     assert ("title", "SIGSTOP or a debugger holds its process") in page.attributes
 
 
 def test_what_was_said_of_a_hang_stays_when_it_is_over() -> None:
-    page = Tags(render_panel(running(2), replace(NOW, last_hang="Nothing has moved for 0:13")))
+    page = Tags(render_panel(running(2), last_hang="Nothing has moved for 0:13"))
     assert page.text.endswith("The run goes on. Before that: Nothing has moved for 0:13")
 
 
@@ -146,7 +146,7 @@ def test_a_screen_reader_is_told_in_words_that_do_not_change_with_the_clock() ->
     assert page.text.endswith(": waiting for the ranks to leave")
     assert page.tags == ["div"]
     # What is drawn anew each second would be said each second.
-    drawn = Tags(render_title(later, NOW) + render_panel(later, replace(NOW, stopping=3.0)))
+    drawn = Tags(render_title(later, NOW) + render_panel(later, stopping=3.0))
     assert not [value for name, value in drawn.attributes if name == "role"]
 
 
@@ -154,14 +154,14 @@ def test_a_rank_that_says_nothing_is_quiet() -> None:
     state = running(2)
     now = state.now()
     state = replace(state, ranks=(replace(state.ranks[0], quiet_since=now - 12.4), state.ranks[1]))
-    page = Tags(render_panel(state, NOW))
+    page = Tags(render_panel(state))
     assert "quiet 0:12" in page.text
     assert page.text.count("running") == 1
 
 
 def test_nothing_from_a_rank_becomes_markup() -> None:
     state = after(running(2, name=HOSTILE), bar(1, name=HOSTILE), wire.Notice(text=HOSTILE))
-    page = Tags(render_title(state, NOW) + render_panel(state, NOW))
+    page = Tags(render_title(state, NOW) + render_panel(state))
     assert not {"script"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count("<script>alert('x')</script>") >= 3
@@ -180,7 +180,7 @@ def test_it_is_small_whatever_ranks_print(num_ranks: int, line: str) -> None:
             wire.Notice(text=f"{line}{rank}"),
         )
     state = with_failed(state, [0], error=f"{line}\n" * 100)
-    assert message_bytes(render_panel(state, NOW)) <= 18_000
+    assert message_bytes(render_panel(state)) <= 18_000
 
 
 def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each() -> None:
@@ -191,7 +191,7 @@ def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each() -> None:
             wire.Sample(rank=rank, usage=wire.Usage(batches=50 + rank % 64, total_batches=200)),
         )
     state = with_failed(state, [77])
-    page = Tags(render_panel(state, NOW))
+    page = Tags(render_panel(state))
     assert page.tags.count("i") == 128
     assert page.tags.count("progress") == 6
     rows = [value for name, value in page.attributes if name == "aria-label"]
@@ -200,5 +200,5 @@ def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each() -> None:
     ]
     assert "slowest first, … and 122 more, all running" in page.text
     # Whoever is picked has a row as well.
-    page = Tags(render_panel(state, Details(now=1042.0, picked=100)))
+    page = Tags(render_panel(state, picked=100))
     assert any(value and value.startswith("rank 100:") for _, value in page.attributes)
