@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
@@ -167,37 +167,27 @@ def differing(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-class Original(NamedTuple):
-    """The run of which another one is a clone or goes on with, and what it is called there."""
+def original_of(run: Run) -> tuple[str, dict[str, Curve]]:
+    """Return what the run is called of which this one is a clone or goes on with, and its curves.
 
-    label: str = ""
-    run: Run | None = None
-
-    def curves(self) -> dict[str, Curve]:
-        return {} if self.run is None else curves_of(self.run)
-
-
-NO_ORIGINAL = Original()
-
-
-def original_of(run: Run) -> Original:
-    """Return the original of a run, which has no curves if there is none, or it was deleted."""
+    Without one, or where it was deleted, there are none.
+    """
     try:
         found = run_list.find_run(run.state.origin) if run.state.origin else None
     except NotebookAccelError:
         found = None
     if found is None:
-        return NO_ORIGINAL
+        return "", {}
     about, _ = differing([found, run])
     name = one_line(found.name, _MAX_LABEL)
-    return Original(one_line(f"{name} ({about})" if about else name, 2 * _MAX_LABEL), found)
+    label = one_line(f"{name} ({about})" if about else name, 2 * _MAX_LABEL)
+    return label, curves_of(found)
 
 
 def snapshot_of(run: Run, state: RunState, **how: Any) -> snapshot.Snapshot:
     """Return the summary of a run, with the curves of its original."""
-    original = original_of(run)
-    before = original.label, original.curves()
-    return snapshot.render_snapshot(state, curves_of(run, in_detail=True), original=before, **how)
+    curves = curves_of(run, in_detail=True)
+    return snapshot.render_snapshot(state, curves, original=original_of(run), **how)
 
 
 def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:

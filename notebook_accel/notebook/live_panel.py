@@ -230,7 +230,7 @@ class LivePanel:
         buttons[1:1] = [*self._controls.buttons, *(form.button for form in forms)]
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        self._metrics = MetricsView(widgets, call_of(run).metrics.sample, original_of(run))
+        self._metrics = MetricsView(widgets, call_of(run).metrics.sample, partial(original_of, run))
         self.log = LogView(run.state, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
         gone = element(
@@ -313,9 +313,7 @@ class LivePanel:
         # Once a hang is over its stacks stay, as what is said of it does.
         if state.hang is not None and state.hang is not self._hang:
             self._hang = state.hang
-            self._show_stacks(
-                "stacks of the ranks", panel.stacks_of_hang(state.hang), is_open=False
-            )
+            self._show_stacks("stacks of the ranks", state.hang.stacks, is_open=False)
         curves = call_of(self._run).curves
         if curves is not None:
             self._metrics.draw(curves, now=now)
@@ -337,7 +335,9 @@ class LivePanel:
     def _asks_whether_sure(self, now: float) -> bool:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
-    def _show_stacks(self, title: str, stacks: Sequence[tuple[str, str]], *, is_open: bool) -> None:
+    def _show_stacks(
+        self, title: str, stacks: Sequence[tuple[Sequence[int], str]], *, is_open: bool
+    ) -> None:
         fold = panel.fold_of_stacks(title, stacks, is_open=is_open)
         self._note.value = str(element("div", fold, class_="na na-stacks"))
 
@@ -362,10 +362,15 @@ class LivePanel:
             self._kill_asked = now
 
     def _fetch_stacks(self) -> None:
-        text, state = self._run.stacks(), self._run.state
+        _, *parts = re.split(r"^rank (\d+)\n", self._run.stacks(), flags=re.MULTILINE)
+        alike: dict[str, list[int]] = {}
+        for rank, text in zip(parts[::2], parts[1::2], strict=True):
+            # The number of a thread is another one in each process.
+            alike.setdefault(re.sub(" 0x[0-9a-f]+", "", text.strip()), []).append(int(rank))
+        state = self._run.state
         if not state.has_ended:
             title = f"stacks after {wording.clock(state.now() - state.started)}"
-            self.asked_stacks = title, _alike(text)
+            self.asked_stacks = title, [(ranks, text) for text, ranks in alike.items()]
             self._show_stacks(*self.asked_stacks, is_open=True)
 
     def _on_folder(self) -> None:
@@ -390,17 +395,6 @@ class LivePanel:
         name = f"{self._run.id}-{who.replace(' ', '-')}.txt"
         about = None if is_whole else f"All of it is in {self._run.log_dir}"
         return file_link(f"{who}, {part}", name, data, "text/plain", title=about)
-
-
-def _alike(stacks: str) -> list[tuple[str, str]]:
-    """Split the text of ``run.stacks()`` into (ranks, stack) pairs, equal stacks once."""
-    _, *parts = re.split(r"^rank (\d+)\n", stacks, flags=re.MULTILINE)
-    ranks: dict[str, list[int]] = {}
-    for rank, text in zip(parts[::2], parts[1::2], strict=True):
-        # The number of a thread is another one in each process.
-        ranks.setdefault(re.sub(" 0x[0-9a-f]+", "", text.strip()), []).append(int(rank))
-    found = [(wording.rank_list(alike), text) for text, alike in ranks.items()]
-    return found or [("all ranks", stacks)]
 
 
 def _size(num_bytes: int) -> str:

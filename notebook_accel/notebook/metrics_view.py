@@ -20,7 +20,6 @@ from notebook_accel.launch.control.curves import (
     to_draw,
 )
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.comparison import NO_ORIGINAL, Original
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.charts import ORIGINAL, draw_metrics, smoothed
 from notebook_accel.render.markup import element, file_link, join
@@ -51,9 +50,9 @@ class MetricsView:
         self,
         widgets: PanelWidgets,
         read_rows: Callable[[], Sequence[Mapping[str, Any]]] = list,
-        original: Original = NO_ORIGINAL,
+        find_original: Callable[[], tuple[str, Mapping[str, Curve]]] = lambda: ("", {}),
     ) -> None:
-        self._original = original
+        self._find_original = find_original
         self._page = 0
         self._read_rows = read_rows
         # The values of these steps, more than the curves of a run have of them.
@@ -131,7 +130,7 @@ class MetricsView:
         # Rank 0's, which alone logs.
         charts = {name: next(iter(curves.of(name).values())) for name in page}
         points = {name: self._points(name, curve) for name, curve in charts.items()}
-        original = self._original.curves()
+        label, original = self._find_original()
         metrics: dict[str, dict[str, Curve]] = {}
         lines: dict[str, dict[str, Sequence[Point]]] = {}
         for name, curve in charts.items():
@@ -143,7 +142,7 @@ class MetricsView:
             elif smoothing:
                 lines[name]["as logged"] = points[name]
         is_there = any(len(each) > 1 for each in metrics.values())
-        about = element("div", f"pale: {self._original.label}", class_="na-original")
+        about = element("div", f"pale: {label}", class_="na-original")
         # The last page is as high as the others.
         places = _PAGE_SIZE if pages > 1 else 0
         how: Any = {"num_charts": len(page), "num_places": places, "is_log": is_log}

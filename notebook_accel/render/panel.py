@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from markupsafe import Markup
 
-from notebook_accel.launch.control.run_state import Hang, RankState, RunState
+from notebook_accel.launch.control.run_state import RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import progress, summary
 from notebook_accel.launch.view.step_times import step_lines, step_table
@@ -34,8 +34,8 @@ _NUM_SLOWEST = 6
 _MAX_RANKS_WITH_ROWS_OF_BARS = 4
 
 
-# When the ranks stood there; whose stacks they are ("rank 2"), and the text.
-AskedStacks: TypeAlias = "tuple[str, Sequence[tuple[str, str]]]"
+# When the ranks stood there; the ranks of each stack, and its text.
+AskedStacks: TypeAlias = "tuple[str, Sequence[tuple[Sequence[int], str]]]"
 
 
 def render_panel(
@@ -116,14 +116,9 @@ def render_alert(state: RunState) -> Markup:
     return element("div", shorten(text, 800), role="alert")
 
 
-def stacks_of_hang(hang: Hang) -> list[tuple[str, str]]:
-    """Return (ranks, stack) pairs; ranks as a text such as "ranks 0-3"."""
-    return [(wording.rank_list(ranks), text) for ranks, text in hang.stacks]
-
-
 def fold_of_stacks(
     title: str,
-    stacks: Sequence[tuple[str, str]],
+    stacks: Sequence[tuple[Sequence[int], str]],
     *,
     is_open: bool = False,
     max_bytes: int = 30_000,
@@ -134,10 +129,10 @@ def fold_of_stacks(
     parts = [
         element(
             "div",
-            element("b", who),
+            element("b", wording.rank_list(ranks)),
             element("pre", shorten(text.strip("\n"), share), style=style),
         )
-        for who, text in stacks[:_MAX_STACKS]
+        for ranks, text in stacks[:_MAX_STACKS]
     ]
     if len(stacks) > _MAX_STACKS:
         parts.append(element("div", f"… and {len(stacks) - _MAX_STACKS} more", class_="na-muted"))

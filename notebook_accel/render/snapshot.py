@@ -170,7 +170,7 @@ def render_snapshot(
     seconds = summary.elapsed(state, now)
     stacks = [] if asked_stacks is None else [asked_stacks]
     if state.hang is not None and state.hang.stacks:
-        stacks.insert(0, ("stacks of the ranks", panel.stacks_of_hang(state.hang)))
+        stacks.insert(0, ("stacks of the ranks", state.hang.stacks))
     parts = [
         element("div", *_title_parts(state, seconds, *summary.facts(state))),
         _table(state, seconds),

@@ -259,7 +259,7 @@ def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
     assert folded.tags.count("pre") == 8
     assert folded.text.endswith("… and 2 more")
     assert message_bytes(html) < 30_000
-    asked = "stacks after 0:12", (("rank 0", "it waits"), ("rank 1", "it computes"))
+    asked = "stacks after 0:12", (((0,), "it waits"), ((1,), "it computes"))
     html = render_snapshot(state, asked_stacks=asked).html
     titles = re.findall("<summary>(.*?)</summary>", html)
     assert titles == ["stacks of the ranks", "stacks after 0:12"]

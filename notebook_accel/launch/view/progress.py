@@ -197,19 +197,18 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[float, int]]] = {}
+        self._samples: deque[tuple[float, list[int]]] = deque()
 
     def note(self, state: RunState, *, now: float) -> None:
         """Add a sample of the ranks' counts at time ``now`` (seconds of any clock)."""
-        for rank in state.ranks:
-            samples = self._samples.setdefault(rank.rank, deque())
-            value, _ = counted_items(rank)
-            if samples and value < samples[-1][1]:
-                # The rank began to take batches: what was counted before were steps.
-                samples.clear()
-            samples.append((now, value))
-            while len(samples) > 2 and samples[1][0] <= now - _WINDOW_SECONDS:
-                samples.popleft()
+        counts = [counted_items(rank)[0] for rank in state.ranks]
+        samples = self._samples
+        if samples and any(map(int.__lt__, counts, samples[-1][1])):
+            # A rank began to take batches: what was counted before were steps.
+            samples.clear()
+        samples.append((now, counts))
+        while len(samples) > 2 and samples[1][0] <= now - _WINDOW_SECONDS:
+            samples.popleft()
 
     def of_run(self, state: RunState) -> tuple[float, str] | None:
         """Return the items per second of a rank, and the unit of the items; None while unknown.
@@ -230,10 +229,12 @@ class Throughput:
 
     def of(self, rank: int) -> float | None:
         """Return the batches or steps per second of ``rank``; None while there are few samples."""
-        samples = self._samples.get(rank)
-        if not samples or samples[-1][0] - samples[0][0] < _MIN_WINDOW_SECONDS:
+        if not self._samples:
             return None
-        return (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
+        (start, before), (now, counts) = self._samples[0], self._samples[-1]
+        if now - start < _MIN_WINDOW_SECONDS:
+            return None
+        return (counts[rank] - before[rank]) / (now - start)
 
 
 def name_of(metric: str) -> str:
