@@ -53,7 +53,6 @@ class MetricsView:
         find_original: Callable[[], tuple[str, Mapping[str, Curve]]] = lambda: ("", {}),
     ) -> None:
         self._find_original = find_original
-        self._page = 0
         self._read_rows = read_rows
         # The values of these steps, more than the curves of a run have of them.
         self._steps_read: tuple[float, float] | None = None
@@ -62,16 +61,15 @@ class MetricsView:
         self._drawn: tuple[Any, ...] = ()
         self._drawn_at = 0.0
         self._groups: dict[str, list[str]] = {}
-        self._title = widgets.make(ipywidgets.HTML, "metrics", classes="na-log-title")
         choices = [
             widgets.field(ipywidgets.Dropdown, name, about, options=options, classes="na-filter")
             for name, options, about in (
-                ("Which metrics", [("all", "")], "Metrics by their prefix"),
+                ("Which metrics", [("metrics", ("", 0))], "Metrics, six at a time"),
                 ("Scale", [("linear", False), ("log", True)], "Scale"),
                 ("Smoothing", _SMOOTHING, "Exponential mean over the steps"),
             )
         ]
-        self._group, self._scale, self._smoothing = choices
+        self._chosen, self._scale, self._smoothing = choices
         self._steps = widgets.field(
             ipywidgets.Text,
             "Steps",
@@ -82,13 +80,9 @@ class MetricsView:
         )
         self._link = widgets.make(ipywidgets.HTML, classes="na-csv")
         csv_button = widgets.button("CSV", _CSV_TOOLTIP, self._csv_asked.set)
-        about = "The metrics before these"
-        self._before = widgets.button("← back", about, lambda: self._turn(-1))
-        self._after = widgets.button("more →", "More metrics", lambda: self._turn(1))
-        self._group.observe(lambda _: self._turn(-self._page), names="value")
-        buttons = [self._before, self._after]
-        self._pager = widgets.make(ipywidgets.HBox, buttons, classes="na-pager")
-        parts = [self._title, *choices, self._steps, self._link, csv_button, self._pager]
+        # On a narrow page only a title that says something has room.
+        title = widgets.make(ipywidgets.HTML, "metrics", classes="na-log-title na-optional")
+        parts = [title, *choices, self._steps, self._link, csv_button]
         bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar")
         self._charts = widgets.make(ipywidgets.HTML)
         content = [bar, self._charts]
@@ -103,7 +97,7 @@ class MetricsView:
         steps = (min(numbers), max(numbers)) if len(numbers) == 2 else None
         if steps != self._steps_read:
             self._steps_read, self._detail = steps, self._read(steps)
-        chosen = (self._group.value, self._page, is_log, smoothing, steps)
+        chosen = (self._chosen.value, is_log, smoothing, steps)
         key = (*chosen, curves.version)
         is_csv_asked, names = self._csv_asked.is_set(), to_draw(curves.names)
         if not names or (key == self._drawn and not is_csv_asked):
@@ -114,21 +108,11 @@ class MetricsView:
         self._drawn, self._drawn_at = key, now
         if len(names) != len(self._groups.get("", ())):
             self._offer(names)
-        shown = self._groups.get(self._group.value, names)
-        pages = -(-len(shown) // _PAGE_SIZE)
-        self._page = max(0, min(self._page, pages - 1))
-        first = self._page * _PAGE_SIZE
-        page = shown[first : first + _PAGE_SIZE]
-        self._title.value = (
-            f"metrics {first + 1}-{first + len(page)} of {len(shown)}" if pages > 1 else "metrics"
-        )
-        # On a narrow page only a title that says something has room.
-        (self._title.remove_class if pages > 1 else self._title.add_class)("na-optional")
-        self._before.disabled = self._page == 0
-        self._after.disabled = self._page >= pages - 1
-        (self._pager.remove_class if pages > 1 else self._pager.add_class)("na-hidden")
+        prefix, page = self._chosen.value
+        group = self._groups[prefix]
+        shown = group[_PAGE_SIZE * page : _PAGE_SIZE * (page + 1)]
         # Rank 0's, which alone logs.
-        charts = {name: next(iter(curves.of(name).values())) for name in page}
+        charts = {name: next(iter(curves.of(name).values())) for name in shown}
         points = {name: self._points(name, curve) for name, curve in charts.items()}
         label, original = self._find_original()
         metrics: dict[str, dict[str, Curve]] = {}
@@ -144,8 +128,8 @@ class MetricsView:
         is_there = any(len(each) > 1 for each in metrics.values())
         about = element("div", f"pale: {label}", class_="na-original")
         # The last page is as high as the others.
-        places = _PAGE_SIZE if pages > 1 else 0
-        how: Any = {"num_charts": len(page), "num_places": places, "is_log": is_log}
+        places = _PAGE_SIZE if len(group) > _PAGE_SIZE else 0
+        how: Any = {"num_charts": len(shown), "num_places": places, "is_log": is_log}
         drawn = draw_metrics(metrics, points=lines, is_live=True, **how)
         self._charts.value = str(join([about, drawn]) if is_there else drawn)
         if is_csv_asked:
@@ -181,19 +165,15 @@ class MetricsView:
             prefix, slash, _ = name.partition("/")
             if slash and prefix:
                 self._groups.setdefault(prefix, []).append(name)
-        options = [
-            (f"{name_of(prefix)}/ ({len(found)})" if prefix else f"all ({len(found)})", prefix)
-            for prefix, found in self._groups.items()
-        ]
-        page = self._page
-        PanelWidgets.offer(self._group, options)
-        self._page = page  # another choice leads to the first one
-        (self._group.remove_class if len(options) > 2 else self._group.add_class)("na-hidden")
-
-    # ---- clicks: they only leave a note, since they may come from another thread ----
-
-    def _turn(self, step: int) -> None:
-        self._page = max(0, self._page + step)
+        options = []
+        for prefix, found in self._groups.items():
+            title = f"{name_of(prefix)}/" if prefix else "metrics"
+            for page, first in enumerate(range(0, len(found), _PAGE_SIZE)):
+                last = min(first + _PAGE_SIZE, len(found))
+                options.append((f"{title} {first + 1}-{last} of {len(found)}", (prefix, page)))
+        PanelWidgets.offer(self._chosen, options)
+        is_choice = len(self._groups) > 2 or len(names) > _PAGE_SIZE
+        (self._chosen.remove_class if is_choice else self._chosen.add_class)("na-hidden")
 
 
 def _between(points: Sequence[Point], steps: tuple[float, float] | None) -> Sequence[Point]:

@@ -23,7 +23,7 @@ from notebook_accel.notebook.runs import RunTable
 from notebook_accel.render.charts import COLOURS, chart, draw_metrics, smoothed
 from notebook_accel.render.markup import message_bytes
 from tests.notebook.states import after, logged, running
-from tests.notebook.widgets import field, part
+from tests.notebook.widgets import field
 from tests.render.test_markup import HOSTILE, Tags
 
 # ---- of a saved notebook
@@ -270,26 +270,26 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
     view = MetricsView(PanelWidgets())
     view.draw(curves, now=0.0)
-    field(view.box, "Which metrics").value = "eval"
-    field(view.box, "more →").click()
+    chosen = field(view.box, "Which metrics")
+    assert [label for label, _ in chosen.options] == [
+        "metrics 1-6 of 8",
+        "metrics 7-8 of 8",
+        "eval/ 1-6 of 7",
+        "eval/ 7-7 of 7",
+    ]
+    chosen.label = "eval/ 7-7 of 7"
     view.draw(curves, now=10.0)
-    assert part(view.box, "na-log-title").value == "metrics 7-7 of 7"
     assert view.box.children[-1].value.count("class='na-chart'") == 6
+    assert re.findall("class='na-name' title='(.*?)'", view.box.children[-1].value) == ["eval/6"]
     curves.add(0, 1, {"train/accuracy": 1.0})
     view.draw(curves, now=20.0)
-    assert (field(view.box, "Which metrics").value, part(view.box, "na-log-title").value) == (
-        "eval",
-        "metrics 7-7 of 7",
-    )
-    assert len(field(view.box, "Which metrics").options) == 3
-    field(view.box, "Which metrics").value = ""
-    view.draw(curves, now=30.0)
-    assert part(view.box, "na-log-title").value == "metrics 1-6 of 9"
+    assert chosen.label == "eval/ 7-7 of 7"
+    assert len(chosen.options) == 5
     # A group is named as metrics are, however long its name is.
     curves.add(0, 2, {"\x1b[2J" + "long" * 1000 + "/loss": 1.0})
     view.draw(curves, now=40.0)
-    label = field(view.box, "Which metrics").options[-1][0]
-    assert (label[:8], label[-6:], len(label)) == ("longlong", "…/ (1)", 45)
+    label = chosen.options[-1][0]
+    assert (label[:8], label[-12:], len(label)) == ("longlong", "n…/ 1-1 of 1", 50)
 
 
 @pytest.mark.parametrize("num_runs", [1, 3, 10, 100])
