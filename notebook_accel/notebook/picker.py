@@ -267,7 +267,7 @@ class ConfigPicker:
         self._is_filling = False
         self._draws_between_cells = True
         self._has_call = False
-        widgets = PanelWidgets(label_width="240px")
+        widgets = PanelWidgets()
         self._make = widgets.make
         self._rows = setting_rows(widgets)
         self._plugin_boxes: dict[str, Any] = {}
@@ -276,24 +276,22 @@ class ConfigPicker:
         self._message = self._make(ipywidgets.HTML)
         self._code = self._make(ipywidgets.HTML, classes="na-code")
         self._yaml = self._make(ipywidgets.HTML, classes="na-code na-folded")
-        beside_buttons = PanelWidgets(label_width="75px").make
         path = str(default_config_path())
-        self._path = beside_buttons(ipywidgets.Text, path, description="File", **_EACH_KEY)
-        self._function = beside_buttons(ipywidgets.Dropdown, description="Function", options=[])
-        self._arguments = beside_buttons(
+        self._path = self._make(ipywidgets.Text, path, description="File", **_EACH_KEY)
+        self._function = self._make(ipywidgets.Dropdown, description="Function", options=[])
+        self._arguments = self._make(
             ipywidgets.Text, description="Arguments", placeholder="3e-4, epochs=2", **_EACH_KEY
         )
-        self._buttons: dict[str, Any] = {}
-        for name, tooltip, call in (
-            ("Save", _SAVE_TOOLTIP, self._save),
-            ("Load", "Take the settings of the file", self._load),
-            ("Launch", "Call the function with these settings, in the background", self._launch),
-        ):
-            style = "primary" if name == "Launch" else ""
-            self._buttons[name] = self._make(
-                ipywidgets.Button, description=name, tooltip=tooltip, button_style=style
+        about = "Call the function with these settings, in the background"
+        self._buttons = {
+            name: widgets.button(name, tooltip, partial(self._on_click, call), "")
+            for name, tooltip, call in (
+                ("Save", _SAVE_TOOLTIP, self._save),
+                ("Load", "Take the settings of the file", self._load),
+                ("Launch", about, self._launch),
             )
-            self._buttons[name].on_click(partial(self._on_click, call))
+        }
+        self._buttons["Launch"].button_style = "primary"
         self.box = self._lay_out()
         fields = [row.widget for row in (*self._rows.values(), self._strategy)]
         for widget in (*fields, self._function, self._arguments):
@@ -404,7 +402,7 @@ class ConfigPicker:
 
     # ---- what a person does ----------------------------------------------------------------
 
-    def _on_click(self, call: Callable[[], None], _button: Any) -> None:
+    def _on_click(self, call: Callable[[], None], _run: Any = None) -> None:
         with self._lock:
             try:
                 call()

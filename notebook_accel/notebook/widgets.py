@@ -21,13 +21,9 @@ class PanelWidgets:
 
     Args:
         clicks: how the clicks of a page reach the kernel.
-        label_width: of the fields.
     """
 
-    def __init__(
-        self, clicks: ClicksAfterTheCell | None = None, *, label_width: str | None = None
-    ) -> None:
-        self._label_width = label_width
+    def __init__(self, clicks: ClicksAfterTheCell | None = None) -> None:
         self.let_through = (clicks or ClicksAfterTheCell(None)).let_through
         self._layout = ipywidgets.Layout()
         self._styles: dict[Callable[..., Any], Any] = {}
@@ -43,8 +39,6 @@ class PanelWidgets:
         widget = kind(*content, **{**shared, **traits})
         if kind not in self._styles and hasattr(widget, "style"):
             self._styles[kind] = widget.style
-            if self._label_width and hasattr(widget.style, "description_width"):
-                widget.style.description_width = self._label_width
         self._made.append(widget)
         return widget
 

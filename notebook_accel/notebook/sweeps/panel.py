@@ -86,7 +86,7 @@ class SweepPanel:
         self._hasten = widgets.button("Next", about, self._on_hasten)
         self._form = CloneForm(widgets, self._to_clone, self._say)
         close = widgets.button("Close", "Show no trial", self._on_close)
-        self._picker.observe(self._on_pick, names="value")
+        self._picker.observe(lambda _: self._say(""), names="value")
         parts = [self._about, self._hasten, self._form.button, close]
         self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar na-trial-bar")
         self._parts = (
@@ -167,9 +167,6 @@ class SweepPanel:
             self._opened, self._drawn = (picked, view), None
 
     # ---- clicks ----------------------------------------------------------------------------
-
-    def _on_pick(self, _change: Any) -> None:
-        self._said, self.was_clicked = "", True
 
     def _on_hasten(self) -> None:
         if (trial := self._picked()) is not None:
