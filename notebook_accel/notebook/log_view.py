@@ -211,11 +211,7 @@ class LogView:
     """The widgets of a panel's log; ``saved`` makes a link to the output of a rank, or all."""
 
     def __init__(
-        self,
-        state: RunState,
-        widgets: PanelWidgets,
-        *,
-        saved: Callable[[int | None], Markup],
+        self, state: RunState, widgets: PanelWidgets, *, saved: Callable[[int | None], Markup]
     ) -> None:
         self._all_ranks = LogWindow(range(state.world_size))
         self._window = self._all_ranks

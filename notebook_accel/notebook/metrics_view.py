@@ -35,12 +35,7 @@ _ZOOM_TOOLTIP = (
     "click shows all again"
 )
 _CSV_TOOLTIP = "Give a link that saves the values of these charts as a table"
-_SMOOTHING = (
-    ("as logged", 0.0),
-    ("smooth 0.6", 0.6),
-    ("smooth 0.9", 0.9),
-    ("smooth 0.97", 0.97),
-)
+_SMOOTHING = (("as logged", 0.0), ("smooth 0.6", 0.6), ("smooth 0.9", 0.9), ("smooth 0.97", 0.97))
 
 
 class MetricsView:

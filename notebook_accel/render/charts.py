@@ -321,11 +321,7 @@ def chart(
         )
     # Over the image: what lies inside of one hears no mouse.
     hover = [element("span", title=text, style=f"flex:1 0 {share}") for text in texts]
-    heights = {
-        "top": _TOP * _BOX / _HEIGHT,
-        "middle": _BOX / 2,
-        "bottom": _BOTTOM * _BOX / _HEIGHT,
-    }
+    heights = {"top": _TOP * _BOX / _HEIGHT, "middle": _BOX / 2, "bottom": _BOTTOM * _BOX / _HEIGHT}
     lines = (element("line", x2="100%", y1=f"{y:.1f}", y2=f"{y:.1f}") for y in heights.values())
     grid = element("g", *lines, stroke=_GREY, opacity=0.35)
     labels = [

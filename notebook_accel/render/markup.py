@@ -131,16 +131,7 @@ def style_element(name: str = "panel") -> Markup:
 _SGR = re.compile(r"\x1b\[([0-9;]{0,64})m")
 # The eight colours of a terminal: at least 3:1 against white and against #1e1e1e alike. White and
 # black are greys, since one of them would be lost on each kind of page.
-_PALETTE = (
-    "#7f7f7f",
-    "#cf4f57",
-    "#3a9a55",
-    "#b0851e",
-    "#2f86d6",
-    "#a86bd1",
-    "#2f98a5",
-    "#8c8c8c",
-)
+_PALETTE = ("#7f7f7f", "#cf4f57", "#3a9a55", "#b0851e", "#2f86d6", "#a86bd1", "#2f98a5", "#8c8c8c")
 # The property of CSS that a code sets; None is the page's own.
 _CODES: dict[int, dict[str, str | None]] = {
     1: {"font-weight": "bold"},

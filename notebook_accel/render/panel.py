@@ -249,18 +249,13 @@ def _row(
     if _is_of_device(state):
         texts |= {"use": _percent(rank, rank.device_use), "device": _memory(rank.device_memory)}
     texts |= {"load": _percent(rank, rank.cpu), "memory": _memory(rank.memory)}
-    # On a narrow page those of a device stand for what the process takes, too.
-    titles = dict.fromkeys(("use", "device"), _taken(rank))
     kind_of_state = f"na-c-state {_class_of(status)}"
     return element(
         "tr",
         element("td", str(rank.rank), class_="na-c-rank"),
         element("td", shown, class_=kind_of_state, title=_MEANINGS.get(status)),
         _label(line, kind_of_label, is_wide=is_wide),
-        *(
-            element("td", text, class_=f"na-c-{name}", title=titles.get(name))
-            for name, text in texts.items()
-        ),
+        *(element("td", text, class_=f"na-c-{name}") for name, text in texts.items()),
     )
 
 
@@ -313,15 +308,6 @@ def _step_of(rank: RankState) -> str:
     logged = (step for step, _ in rank.metrics.values() if step is not None)
     step = rank.steps or max(logged, default=0)
     return wording.count(step) if step else ""
-
-
-def _taken(rank: RankState) -> str | None:
-    """Return a tooltip on memory and CPU; None if a memory is unknown."""
-    if rank.device_memory is None or rank.memory is None:
-        return None
-    used = f"device {wording.memory(rank.device_memory)}"
-    cpu = "" if rank.cpu is None else f", {rank.cpu}% of a core"
-    return f"{used}, process {wording.memory(rank.memory)}{cpu}"
 
 
 def _steps(state: RunState) -> Markup:

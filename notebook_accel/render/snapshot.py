@@ -241,10 +241,7 @@ def _table(state: RunState, seconds: float) -> Markup:
     )
     rest = summary.hidden_ranks(state.ranks, shown)
     return join(
-        [
-            element("div", table, style=_SCROLLS),
-            element("div", rest, style=MUTED) if rest else "",
-        ]
+        [element("div", table, style=_SCROLLS), element("div", rest, style=MUTED) if rest else ""]
     )
 
 

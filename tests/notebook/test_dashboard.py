@@ -245,7 +245,7 @@ def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.Mon
     def logs(rank: int | None, max_bytes: int | None = None) -> str:
         raise FileNotFoundError("run calm-otter was deleted from disk")
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **_more: Any) -> None:
         drawn.set()
         raise ZeroDivisionError
 

@@ -93,7 +93,6 @@ def test_what_a_rank_takes_of_its_machine() -> None:
     page = Tags(render_panel(after(running(1), sample)))
     for words in ("leftstepgpugpu memcpumemory", "80%21.3 GB97%412 MB"):
         assert words in page.text
-    assert ("title", "device 21.3 GB, process 412 MB, 97% of a core") in page.attributes
 
 
 def hanging() -> RunState:

@@ -140,15 +140,8 @@ def slowest_first(state: RunState) -> list[RankState]:
     "quiet"; all other conditions; "succeeded" and "not asked". Within each group the ranks with the
     least progress come first.
     """
-    order = {
-        "failed": 0,
-        "suspended": 1,
-        "elsewhere": 1,
-        "lost peer": 2,
-        "quiet": 3,
-        "succeeded": 9,
-        "not asked": 9,
-    }
+    order = {"failed": 0, "suspended": 1, "elsewhere": 1, "lost peer": 2, "quiet": 3}
+    order |= {"succeeded": 9, "not asked": 9}
 
     def key(rank: RankState) -> tuple[int, float, int]:
         line, (items, _) = progress.progress_lines(rank)[0], progress.counted_items(rank)

@@ -29,13 +29,7 @@ from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.views import Dashboard, dashboard_in
 from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render.charts import chart, sparkline
-from notebook_accel.render.markup import (
-    element,
-    message_bytes,
-    pick_script,
-    shorten,
-    style_element,
-)
+from notebook_accel.render.markup import element, message_bytes, pick_script, shorten, style_element
 from notebook_accel.render.snapshot import COLOURS
 
 # None as a value would leave the list blank.
