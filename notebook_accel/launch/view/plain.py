@@ -44,6 +44,8 @@ class LineReader:
         return lines, num_new - len(lines)
 
 
+# Lines that are printed at once, and from then on; and between two about a rank's progress.
+_BURST, _LINES_PER_SECOND, _PROGRESS_SECONDS = 400, 20.0, 10.0
 # A line a rank every ten seconds: of 128 ranks that would be all there is to see.
 _MAX_RANKS_WITH_PROGRESS = 16
 # Metrics of a rank in the line about its progress, which is to stay one line of a terminal.
@@ -85,26 +87,13 @@ class PlainOnDemand(View):
 
 
 class PlainView(PlainOnDemand):
-    """Prints ``[rank 0] text`` lines, progress and metrics now and then, and a summary at the end.
-
-    Args:
-        progress_seconds: seconds between two lines about a rank's progress.
-    """
+    """Prints ``[rank 0] text`` lines, progress and metrics now and then, at the end a summary."""
 
     is_shown = True
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        burst: int = 400,
-        lines_per_second: float = 20.0,
-        progress_seconds: float = 10.0,
-        is_cell: bool = False,
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, *, is_cell: bool = False) -> None:
         super().__init__(stream)
-        self._budget = TokenBucket(burst, lines_per_second)
-        self._progress_seconds = progress_seconds
+        self._budget = TokenBucket(_BURST, _LINES_PER_SECOND)
         self._is_cell = is_cell
         self._run: Run | None = None
         self._readers: dict[int, LineReader] = {}
@@ -122,7 +111,7 @@ class PlainView(PlainOnDemand):
 
     def open(self, run: Run) -> None:
         self._run = run
-        self._next_progress = time.monotonic() + self._progress_seconds
+        self._next_progress = time.monotonic() + _PROGRESS_SECONDS
 
     def poll(self) -> None:
         if self._run is None:
@@ -135,7 +124,7 @@ class PlainView(PlainOnDemand):
             self._is_paused = not self._is_paused
             self.write(["paused; run.go_on() goes on" if self._is_paused else "goes on"])
         if now >= self._next_progress and not self._is_paused:
-            self._next_progress = now + self._progress_seconds
+            self._next_progress = now + _PROGRESS_SECONDS
             self.print_progress(state)
 
     def print_end(self) -> None:
@@ -179,7 +168,7 @@ class PlainView(PlainOnDemand):
 
         What slows the steps down is printed once.
 
-        It is called every ``progress_seconds``.
+        It is called every ten seconds.
         """
         slow = step_lines(state)
         if slow and not self._knows_slow:

@@ -8,6 +8,7 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.run_state import RunState
+from notebook_accel.launch.view import plain
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.system import limits
 from tests.notebook.states import after, logged, running, succeeded
@@ -16,10 +17,10 @@ from tests.notebook.states import after, logged, running, succeeded
 class Shown:
     """A view with a run whose state the test sets, and what it printed."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self) -> None:
         self.stream = io.StringIO()
         self.run: Any = SimpleNamespace(state=running(2), log_dir="/runs/1", metrics=[])
-        self.view = PlainView(self.stream, **settings)
+        self.view = PlainView(self.stream)
         self.view.open(self.run)
 
     def poll(self, state: RunState) -> list[str]:
@@ -62,7 +63,9 @@ def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended() -> None:
 def test_lines_beyond_the_budget_wait_or_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    shown = Shown(burst=10, lines_per_second=1.0)
+    monkeypatch.setattr(plain, "_BURST", 10)
+    monkeypatch.setattr(plain, "_LINES_PER_SECOND", 1.0)
+    shown = Shown()
     state = after(running(2), output(0, "".join(f"{n}\n" for n in range(150))))
     assert shown.poll(state) == [
         "[rank 0] … 140 lines not shown, whole in /runs/1",
@@ -102,14 +105,16 @@ def test_lines_that_the_state_no_longer_holds_are_counted() -> None:
     ]
 
 
-def test_progress_and_metrics_come_now_and_then_and_once() -> None:
-    shown = Shown(progress_seconds=0.0)
+def test_progress_and_metrics_come_now_and_then_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_PROGRESS_SECONDS", 0.0)
+    shown = Shown()
     bar = wire.Bar(rank=0, bar=1, name="epoch 1", n=50, total=100, rate=10.0)
     state = after(running(2), bar, logged(0, {"loss": 0.25}))
     line = "[rank 0] epoch 1  50%  50/100  10.0 it/s  0:05 left  loss 0.25"
     assert shown.poll(state) == [line]
     assert shown.poll(state) == []
-    assert Shown(progress_seconds=60.0).poll(state) == []
+    monkeypatch.undo()
+    assert Shown().poll(state) == []
 
 
 def test_notices_are_printed_once() -> None:
@@ -149,8 +154,9 @@ def test_it_prints_where_standard_output_goes_now(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "[rank 0] a\n"
 
 
-def test_nothing_that_a_terminal_obeys_is_printed() -> None:
-    shown = Shown(progress_seconds=0.0)
+def test_nothing_that_a_terminal_obeys_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_PROGRESS_SECONDS", 0.0)
+    shown = Shown()
     hostile = "a\x1b[2J\x9b31m\x00\u202e\nFAKE: 1"
     bar = wire.Bar(rank=0, bar=0, name=hostile, n=1, total=3, rate=1.0, elapsed=1.0, unit="it")
     state = after(
