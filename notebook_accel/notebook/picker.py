@@ -548,8 +548,6 @@ def config_picker(
         >>> picker.config.to_dict()
         {'num_processes': 2}
     """
-    if isinstance(config, (str, PathLike)):
-        config = LaunchConfig.load(config)
     return ConfigPicker(LaunchConfig(**given_settings({}, config)[0]))
 
 

@@ -65,8 +65,6 @@ class SweepPanel:
         self._said = ""
         self._widgets = widgets = PanelWidgets(self.clicks)
         self._title = widgets.make(ipywidgets.HTML, classes="na-head")
-        self._about = widgets.make(ipywidgets.HTML, classes="na-trial-name")
-        self._notice = widgets.make(ipywidgets.HTML)
         self._picker = widgets.field(
             ipywidgets.Dropdown,
             "Trial",
@@ -81,7 +79,7 @@ class SweepPanel:
         self._form = CloneForm(widgets, self._to_clone, self._say)
         close = widgets.button("Close", "Show no trial", self._on_close)
         self._picker.observe(lambda _: self._say(""), names="value")
-        parts = [self._about, self._hasten, self._form.button, close]
+        parts = [self._hasten, self._form.button, close]
         self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar na-trial-bar")
         self._parts = (
             widgets.make(ipywidgets.HTML, str(style_element()), classes="na-gone"),
@@ -90,7 +88,6 @@ class SweepPanel:
             self._box.body,
             self._bar,
             self._form.box,
-            self._notice,
         )
 
     def show(self, text: str) -> None:
@@ -111,6 +108,7 @@ class SweepPanel:
             names = [(f"trial {number}", number) for number in range(len(trials))]
             PanelWidgets.offer(self._picker, [("open a trial", _NO_TRIAL), *names])
         self._show_picked()
+        notes = [*filter(None, [self._said]), *notes]
         self._title.value = str(
             element("div", element("div", element("b", title)), class_="na na-title")
         )
@@ -120,12 +118,8 @@ class SweepPanel:
         picked = self._picked()
         (self._bar.add_class if picked is None else self._bar.remove_class)("na-hidden")
         if picked is not None:
-            called = f"trial {picked.number}: {wording.arguments((), picked.settings)}"
-            self._about.value = str(element("div", shorten(called, 120), class_="na"))
             is_paused = picked.run.status == "paused"
             (self._hasten.remove_class if is_paused else self._hasten.add_class)("na-hidden")
-        said = element("div", self._said, role="status", class_="na na-muted na-said")
-        self._notice.value = str(said) if self._said else ""
 
     def follow(self) -> None:
         """Pass the state of the picked trial on to its panel."""
