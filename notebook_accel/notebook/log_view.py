@@ -87,6 +87,7 @@ class LogWindow:
         }
         # Of 128 ranks that print at once nobody could see more.
         limit = max(20, _MAX_LINES // max(1, sum(bool(new) for new, _ in news.values())))
+        found: list[tuple[int, int | None, str]] = []
         for number, (new, num_dropped) in news.items():
             wanted = self._wanted(_with_times(new, state.ranks[number]))
             self._num_found += len(wanted)
@@ -94,9 +95,11 @@ class LogWindow:
             num_missing = num_dropped + len(wanted) - len(lines)
             if num_missing and not self._needle:
                 text = f"… {num_missing:,} more of rank {number}: run.logs({number}) has all lines"
-                self._append(None, None, [text])
-            for second, some in groupby(lines, key=itemgetter(0)):
-                self._append(number, second, [line for _, line in some])
+                self._append(None, None, text)
+            found += [(number, *line) for line in lines]
+        # By their seconds, as they came: a new window begins with what all ranks have printed.
+        for each in sorted(found, key=lambda one: one[1] or 0):
+            self._append(*each)
         newest: dict[int, _Timed] = {}
         for number in self._readers:
             rank = state.ranks[number]
@@ -138,11 +141,6 @@ class LogWindow:
             self._blocks[index + 1].is_sent = False
         return block
 
-    def forget_sent(self) -> None:
-        """Mark all blocks as unsent, since the page showed another window until now."""
-        for block in self._blocks:
-            block.is_sent = not (block.lines or self._open_lines)
-
     def render(self, block: LogBlock) -> Markup:
         """The newest block ends with the unfinished lines of the ranks."""
         lines = list(block.lines)
@@ -165,19 +163,18 @@ class LogWindow:
             )
         return join(groups)
 
-    def _append(self, rank: int | None, second: int | None, lines: Sequence[str]) -> None:
-        for line in lines:
-            block = self._blocks[-1]
-            if len(block.lines) >= _BLOCK_LINES or block.num_bytes >= _BLOCK_BYTES:
-                # The open lines move below the new block.
-                block.is_sent = block.is_sent and not self._open_lines
-                block = LogBlock(block.number + 1)
-                self._blocks.append(block)
-            if not block.lines or block.lines[-1][:2] != (rank, second):
-                block.num_bytes += _LABEL_BYTES
-            block.num_bytes += min(_markup_bytes(line), _LINE_BYTES)
-            block.lines.append((rank, second, line))
-            block.is_sent = False
+    def _append(self, rank: int | None, second: int | None, line: str) -> None:
+        block = self._blocks[-1]
+        if len(block.lines) >= _BLOCK_LINES or block.num_bytes >= _BLOCK_BYTES:
+            # The open lines move below the new block.
+            block.is_sent = block.is_sent and not self._open_lines
+            block = LogBlock(block.number + 1)
+            self._blocks.append(block)
+        if not block.lines or block.lines[-1][:2] != (rank, second):
+            block.num_bytes += _LABEL_BYTES
+        block.num_bytes += min(_markup_bytes(line), _LINE_BYTES)
+        block.lines.append((rank, second, line))
+        block.is_sent = False
 
 
 def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
@@ -213,8 +210,7 @@ class LogView:
     def __init__(
         self, state: RunState, widgets: PanelWidgets, *, saved: Callable[[int | None], Markup]
     ) -> None:
-        self._all_ranks = LogWindow(range(state.world_size))
-        self._window = self._all_ranks
+        self._window = LogWindow(range(state.world_size))
         self._follow_asked = threading.Event()
         self._saved = saved
         self._widgets = widgets
@@ -255,9 +251,7 @@ class LogView:
         return None if self._filter.value == _ALL_RANKS else self._filter.value
 
     def read(self, state: RunState) -> None:
-        self._all_ranks.read(state)
-        if self._window is not self._all_ranks:
-            self._window.read(state)
+        self._window.read(state)
 
     def draw(self, state: RunState) -> bool:
         """Apply clicks and send one block to the page; return True if more blocks may be unsent."""
@@ -265,10 +259,8 @@ class LogView:
         chosen, words = self.chosen, self._search.value.strip()
         ranks = tuple(range(state.world_size)) if chosen is None else (chosen,)
         if (self._window.ranks, self._window.words) != (ranks, words):
-            is_all = chosen is None and not words
-            self._window = self._all_ranks if is_all else LogWindow(ranks, words)
+            self._window = LogWindow(ranks, words)
             self._window.read(state)
-            self._window.forget_sent()
             for widget in self._blocks.children:
                 widget.value = ""
             self._follow_asked.set()
