@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -26,8 +24,8 @@ def test_the_error_says_that_its_line_may_not_be_at_fault() -> None:
     assert 'env={"CUDA_LAUNCH_BLOCKING": "1"}' in text
 
 
-def test_a_session_gets_new_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
-    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as book:
+def test_a_session_gets_new_ranks_and_says_what_is_lost() -> None:
+    with open_notebook() as book:
         book.run("%load_ext notebook_accel\nimport os, torch\nours = 5")
         pids = book.run("%%accelerate -n 2\nx, y = 1, ours\nos.getpid()")
         text = book.fails("""
@@ -54,8 +52,8 @@ def test_a_session_gets_new_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
         assert book.run("%%accelerate\nos.getpid(), ours") != pids
 
 
-def test_cells_that_fail_do_not_pile_up_memory_of_the_device(tmp_path: Path) -> None:
-    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as book:
+def test_cells_that_fail_do_not_pile_up_memory_of_the_device() -> None:
+    with open_notebook() as book:
         book.run("%load_ext notebook_accel\nimport torch")
         for _ in range(4):
             book.fails(

@@ -203,7 +203,7 @@ def test_a_timeout_of_the_watchdog_is_told_in_one_line() -> None:
 
 
 def test_a_session_outlives_the_timeout_of_a_collective(tmp_path: Path) -> None:
-    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as book:
+    with open_notebook() as book:
         book.run("%load_ext notebook_accel\nimport os, time, torch, torch.distributed as dist")
         pids = book.run("%%accelerate -n 2\nkept = 5\nos.getpid()")
         started = book.start(f"""

@@ -149,7 +149,6 @@ def test_what_waits_for_a_rank_that_left_is_given_up(how: str, tmp_path: Path) -
 
 
 def test_a_session_keeps_its_names_and_trains_on(tmp_path: Path) -> None:
-    environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path), "FOLDER": str(tmp_path)}
     loop = """
         %%accelerate
         for step in range(10_000):
@@ -161,7 +160,7 @@ def test_a_session_keeps_its_names_and_trains_on(tmp_path: Path) -> None:
             if step == 10:
                 open(f"{os.environ['FOLDER']}/{rank}", "w").close()
     """
-    with open_notebook(environment) as book:
+    with open_notebook({"FOLDER": str(tmp_path)}) as book:
         book.run("%load_ext notebook_accel\nimport os, time, torch, notebook_accel")
         book.run("""
             %%accelerate -n 2

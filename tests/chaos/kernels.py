@@ -98,13 +98,8 @@ class Kernel(ABC):
         return [process for process in marked(MARK, self.mark) if process.pid != self.pid]
 
     def census(self) -> Census:
-        found: dict[str, list[psutil.Process]] = {
-            "template": [],
-            "prepared": [],
-            "agent": [],
-            "rank": [],
-            "worker": [],
-        }
+        kinds = ("template", "prepared", "agent", "rank", "worker")
+        found: dict[str, list[psutil.Process]] = {kind: [] for kind in kinds}
         others = self.others()
         agents = {process.pid for process in others if self._is_agent(process)}
         for process in others:

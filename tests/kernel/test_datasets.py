@@ -13,8 +13,7 @@ pytest.importorskip("datasets")
 
 @pytest.mark.timeout(240)
 def test_ranks_that_map_one_data_set_get_the_same_rows(tmp_path: Path) -> None:
-    environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs"), "HF_HUB_OFFLINE": "1"}
-    with open_notebook(environment) as book:
+    with open_notebook({"HF_HUB_OFFLINE": "1"}) as book:
         book.run(f"folder = {str(tmp_path)!r}")
         book.run(_WRITE)
         assert book.run(_READ, timeout=200).splitlines()[-1] == "same"

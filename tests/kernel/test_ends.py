@@ -105,10 +105,9 @@ def prepared(notebook: Notebook, tmp_path: Path) -> Notebook:
 
 
 @pytest.fixture(scope="module")
-def long_lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+def long_lived() -> Iterator[Notebook]:
     """The notebook of the tests that its kernel outlives, and its template is ready."""
-    environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs"))}
-    with open_notebook(environment) as notebook:
+    with open_notebook() as notebook:
         notebook.run(IMPORT_LITTLE + _FUNCTIONS)
         notebook.run("notebook_launcher(lambda: 1, (), 2)")
         yield notebook

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -181,14 +180,11 @@ _CELLS = {
 
 
 @pytest.mark.parametrize("name", _CELLS)
-def test_a_rank_has_what_the_first_cell_did(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_has_what_the_first_cell_did(name: str) -> None:
     libraries, cell, value = _CELLS[name]
     for library in libraries.split():
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"needs {library}: make test-libraries")
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     with open_notebook() as notebook:
         notebook.run(textwrap.dedent(cell))
         notebook.run("from notebook_accel import notebook_launcher")

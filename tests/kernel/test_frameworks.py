@@ -10,13 +10,9 @@ from tests.kernel.notebooks import Notebook, open_notebook
 
 
 @pytest.fixture(scope="module")
-def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+def book() -> Iterator[Notebook]:
     """A notebook of somebody who has no network."""
-    environment = {
-        "NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs")),
-        "HF_HUB_OFFLINE": "1",
-    }
-    with open_notebook(environment) as notebook:
+    with open_notebook({"HF_HUB_OFFLINE": "1"}) as notebook:
         notebook.run(_DATA)
         yield notebook
 

@@ -41,10 +41,7 @@ GO_ON = "notebook_launcher(train, kwargs={'lr': 0.01}, num_processes=2, resume=%
 
 
 @pytest.mark.timeout(300)
-def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another() -> None:
     with open_notebook() as notebook, open_notebook() as other:
         notebook.run(TRAIN + BEGIN)
         other.run(TRAIN)
@@ -94,7 +91,7 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
     tmp_path: Path, *, is_original_first: bool
 ) -> None:
     first, last = ("0.5", "0.25") if is_original_first else ("0.25", "0.5")
-    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+    with open_notebook() as notebook:
         kernel = notebook.kernel
         notebook.run(CLONED)
         kernel.displays.clear()
@@ -136,7 +133,7 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
 
 
 def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(tmp_path: Path) -> None:
-    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+    with open_notebook() as notebook:
         kernel = notebook.kernel
         notebook.run(CLONED + "from notebook_accel import sweep")
         how = "metric='loss', concurrent=2, devices='cpu', block=False"
@@ -168,8 +165,8 @@ def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(tmp_pat
 
 
 @pytest.mark.timeout(300)
-def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(tmp_path: Path) -> None:
-    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
+def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not() -> None:
+    with open_notebook() as notebook:
         kernel = notebook.kernel
         notebook.run(TRAIN + "from notebook_accel import sweep")
         how = "metric='seen', mode='max', concurrent=2, devices='cpu', block=False"

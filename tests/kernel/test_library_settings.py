@@ -115,13 +115,11 @@ def ask():
 
 
 @pytest.fixture(scope="module")
-def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
-        with open_notebook() as notebook:
-            notebook.run(_IMPORTS)
-            notebook.run(_ASK)
-            yield notebook
+def book() -> Iterator[Notebook]:
+    with open_notebook() as notebook:
+        notebook.run(_IMPORTS)
+        notebook.run(_ASK)
+        yield notebook
 
 
 @pytest.mark.timeout(240)

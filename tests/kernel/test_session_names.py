@@ -16,11 +16,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     startup = profile / "profile_default" / "startup"
     startup.mkdir(parents=True)
     (startup / "00.py").write_text("import collections as cs\ndef of_startup(): return cs.__name__")
-    environment = {
-        "NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs")),
-        "IPYTHONDIR": str(profile),
-    }
-    with open_notebook(environment) as notebook:
+    with open_notebook({"IPYTHONDIR": str(profile)}) as notebook:
         notebook.run("%load_ext notebook_accel\nimport torch, functools")
         notebook.run("%%accelerate -n 2\npass")
         yield notebook

@@ -23,10 +23,9 @@ SOON = 20.0
 
 
 @pytest.fixture(scope="module")
-def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+def book() -> Iterator[Notebook]:
     """One notebook with one session of two ranks for nearly all tests of this file."""
-    environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs"))}
-    with open_notebook(environment) as notebook:
+    with open_notebook() as notebook:
         notebook.run("%load_ext notebook_accel\nimport torch, numpy as np")
         notebook.run("device = 'mine, from before the session'")
         notebook.run("%%accelerate -n 2\npids = __import__('os').getpid()")
@@ -230,8 +229,8 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) ->
 
 
 @pytest.mark.long
-def test_a_session_in_debug_mode_trains(tmp_path: Path) -> None:
-    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as notebook:
+def test_a_session_in_debug_mode_trains() -> None:
+    with open_notebook() as notebook:
         notebook.run("""
             %load_ext notebook_accel
             import torch

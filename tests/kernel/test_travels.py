@@ -12,13 +12,11 @@ from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
-def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+def book() -> Iterator[Notebook]:
     """One notebook for all tests of this file, as a person uses one for a day."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
-        with open_notebook() as notebook:
-            notebook.run(_BEGIN)
-            yield notebook
+    with open_notebook() as notebook:
+        notebook.run(_BEGIN)
+        yield notebook
 
 
 _BEGIN = """

@@ -157,12 +157,8 @@ def test_arguments_are_names_literals_or_what_the_launch_says() -> None:
         "**{'class': 'x'}, b=Box(4)", "b=Box(4), **{'class': 'x'}"
     )
     assert len(script) < 600
-    assert returned(script.replace("**{'class': 'x'}, b=Box(4)", "b=Box(4), **{'class': 'x'}")) == (
-        2999,
-        3,
-        "x",
-        4,
-    )
+    turned = script.replace("**{'class': 'x'}, b=Box(4)", "b=Box(4), **{'class': 'x'}")
+    assert returned(turned) == (2999, 3, "x", 4)
     book.run("1")
     with pytest.raises(NotebookAccelError, match=r"`args\[0\]` \(Box\) has no name"):
         book.script(book.names["Box"](5))

@@ -179,11 +179,8 @@ def test_a_fastai_learner(tmp_path: Path) -> None:
         name: [row["step"] for row in run.metrics if row["name"] == name]
         for name in ("train_loss", "valid_loss", "accuracy")
     }
-    assert steps == {
-        "train_loss": list(range(1, 25)),
-        "valid_loss": [8, 16, 24],
-        "accuracy": [8, 16, 24],
-    }
+    each = [8, 16, 24]
+    assert steps == {"train_loss": list(range(1, 25)), "valid_loss": each, "accuracy": each}
     last = {row["name"]: row["value"] for row in run.metrics}
     train_loss, valid_loss, accuracy = run[0][-1]
     assert last["accuracy"] == pytest.approx(accuracy)

@@ -101,11 +101,8 @@ def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them() -> None:
 
 def test_stop_ends_what_runs_and_starts_no_more() -> None:
     slow = {"steps": 9999, "seconds": 0.05}
-    rates = [1.0, 0.0] + [1.0] * 18
-    found = on_cpu(train, {"lr": rates}, metric="loss", concurrent=2, block=False, kwargs=slow)
+    found = on_cpu(train, {"lr": [1.0] * 20}, concurrent=2, block=False, kwargs=slow)
     eventually(lambda: len(found) == 2, within=SOON, what="two run")
-    best = "0 of 20 trials ended, 2 running, best loss 0 (trial 1)"
-    eventually(lambda: best in repr(found), within=SOON, what="the best goes by what runs, too")
     with pytest.raises(TimeoutError, match="goes on"):
         found.wait(0.01)
     for run in found:
@@ -113,7 +110,7 @@ def test_stop_ends_what_runs_and_starts_no_more() -> None:
     found.stop()
     assert found.wait(SOON) is found
     assert len(found) == 2
-    assert [run.results for run in found] == [[1.0], [0.0]], "by should_stop"
+    assert [run.results for run in found] == [[1.0], [1.0]], "by should_stop"
 
 
 def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_what_to_do() -> None:
@@ -160,6 +157,21 @@ def test_a_metric_that_no_trial_logs_is_told_with_those_that_they_log() -> None:
     with pytest.raises(ConfigError, match="no trial has logged 'los'; they logged loss") as caught:
         on_cpu(train, {"lr": [0.1] * 20}, metric="los", concurrent=1, max_failures=2)
     assert len(caught.value.sweep) == 2, "the other trials would log it neither"  # type: ignore[attr-defined]
+
+
+def test_while_trials_go_on_the_best_so_far_is_named(tmp_path: Path) -> None:
+    def trains(lr: float, end: str) -> None:
+        Accelerator(cpu=True).log({"loss": lr})
+        while lr < 1.0 and not Path(end).exists():
+            time.sleep(0.01)
+
+    end = tmp_path / "end"
+    how: dict[str, Any] = {"metric": "loss", "concurrent": 2, "block": False}
+    found = on_cpu(trains, {"lr": [1.0, 0.1]}, kwargs={"end": str(end)}, **how)
+    best = "1 of 2 trials ended, 1 running, best loss 0.1 (trial 1)"
+    eventually(lambda: best in repr(found), within=SOON, what="it goes by what runs, too")
+    end.touch()
+    found.wait()
 
 
 def test_a_value_that_is_not_finite_is_never_the_best() -> None:

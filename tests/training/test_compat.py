@@ -134,12 +134,8 @@ def test_a_logger_writes_on_rank_0_unless_told_otherwise(
         logger.warning_once("again")
         logger.warning_once("again")
         logger.debug("never")
-    assert [record.getMessage() for record in caplog.records] == [
-        "[RANK 0] once 1",
-        "[RANK 0] all",
-        "[RANK 0] again",
-        "[RANK 1] all",
-    ]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["[RANK 0] once 1", "[RANK 0] all", "[RANK 0] again", "[RANK 1] all"]
     assert {record.filename for record in caplog.records} == {"test_compat.py"}
 
 

@@ -207,13 +207,8 @@ def test_everything_else_is_the_users() -> None:
     assert isinstance(prepared, DataLoaderShard)
     assert isinstance(prepared.base_dataloader, MyLoader)
     assert prepared.label == "mine"
-    for name in (
-        "num_workers",
-        "worker_init_fn",
-        "prefetch_factor",
-        "persistent_workers",
-        "timeout",
-    ):
+    same = ("num_workers", "worker_init_fn", "prefetch_factor", "persistent_workers", "timeout")
+    for name in same:
         assert getattr(prepared, name) == getattr(raw, name)
     assert lists(prepared) == lists(prepared) == [[102, 103], [106, 107]]
     assert prepared.base_dataloader._iterator is not None, "the workers were not kept"

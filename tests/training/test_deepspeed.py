@@ -464,11 +464,8 @@ def test_automatic_entries_are_filled_in(configured: list[dict[str, Any]]) -> No
 
 def test_the_configurations_optimizer_and_scheduler_train(configured: list[dict[str, Any]]) -> None:
     for seen in configured:
-        assert seen["kinds"] == [
-            "DeepSpeedEngine",
-            "DeepSpeedOptimizerWrapper",
-            "DeepSpeedSchedulerWrapper",
-        ]
+        kinds = ["Engine", "OptimizerWrapper", "SchedulerWrapper"]
+        assert seen["kinds"] == [f"DeepSpeed{kind}" for kind in kinds]
         assert seen["active"]
         assert seen["type"] == "DEEPSPEED"
         assert seen["betas"] == (0.8, 0.9)

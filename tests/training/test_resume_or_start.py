@@ -54,17 +54,10 @@ def test_the_same_line_begins_and_goes_on(tmp_path: Path) -> None:
     assert parts[0]["saved"][:2] == ["checkpoint_0", "checkpoint_1"]
     # In the middle of a window, which is read again, at the end of an epoch, and in the middle of a
     # window again.
-    assert [part["start"] for part in parts] == [
-        [0, 0, 0, 0],
-        [0, 6, 3, 6],
-        [1, 0, 5, 10],
-        [2, 2, 11, 22],
-    ]
-    assert [Path(part["folder"]).name for part in parts[1:]] == [
-        "checkpoint_6",
-        "checkpoint_10",
-        "checkpoint_23",
-    ]
+    starts = [part["start"] for part in parts]
+    assert starts == [[0, 0, 0, 0], [0, 6, 3, 6], [1, 0, 5, 10], [2, 2, 11, 22]]
+    folders = [Path(part["folder"]).name for part in parts[1:]]
+    assert folders == ["checkpoint_6", "checkpoint_10", "checkpoint_23"]
     assert joined(parts) == losses_of_whole()
     done = train(tmp_path / "parts")
     assert (done["start"], done["losses"]) == ([3, 0, 15, 30], {})
@@ -189,11 +182,8 @@ def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path: Path) -> Non
 
     b = tmp_path / "b"
     saves(b, [None] * 3, **project("b"))
-    assert loaded(b, **project("b")) == (
-        2.0,
-        str(b / "checkpoints/checkpoint_2"),
-        "checkpoints/checkpoint_3",
-    )
+    kept = str(b / "checkpoints/checkpoint_2")
+    assert loaded(b, **project("b")) == (2.0, kept, "checkpoints/checkpoint_3")
     assert sorted(os.listdir(b / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
     # Without the settings, where they are nevertheless; by the folder that holds them, too.
     assert loaded(b)[2] == "checkpoints/checkpoint_4"

@@ -173,10 +173,6 @@ def train_unwrapped(way: str) -> list[str]:
 def test_training_without_the_wrapper_is_named_once() -> None:
     # Rank 0 warns for the machine.
     said = {way: run_ranks(train_unwrapped, 2, way)[0] for way in WAYS}
-    assert {way: len(lines) for way, lines in said.items()} == {
-        "wrapper": 0,
-        "forward": 0,
-        "module": 1,
-        "unwrapped": 1,
-    }
+    counts = {way: len(lines) for way, lines in said.items()}
+    assert counts == {"wrapper": 0, "forward": 0, "module": 1, "unwrapped": 1}
     assert said["module"][0].startswith("Linear is trained without its wrapper")

@@ -266,11 +266,8 @@ def test_asking_for_the_cpu_too_late_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_device_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[int] = []
-    for name, value in {
-        "is_available": True,
-        "current_accelerator": torch.device("cuda"),
-        "device_count": 2,
-    }.items():
+    gpus = {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": 2}
+    for name, value in gpus.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value, **_: value)
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
     # Names, local rank, and what it gives.

@@ -27,11 +27,8 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
             call.stop()
             call.kill()
         said = [agent.next() for _ in range(3)]
-        assert [(type(message), message.call) for message in said] == [
-            (wire.BeginCall, 1),
-            (wire.Stop, 1),
-            (wire.Kill, 1),
-        ]
+        expected = [(wire.BeginCall, 1), (wire.Stop, 1), (wire.Kill, 1)]
+        assert [(type(message), message.call) for message in said] == expected
 
 
 def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(

@@ -233,17 +233,8 @@ def test_only_what_is_used_travels_and_main_is_one_namespace(notebook: Notebook)
                 train is here.train, train.__globals__ is vars(here), "unused" in vars(here),
             )
     """)
-    assert notebook.launch("train") == (
-        1,
-        1,
-        2,
-        "late",
-        "torch.float32",
-        "__main__",
-        True,
-        True,
-        False,
-    )
+    expected = (1, 1, 2, "late", "torch.float32", "__main__", True, True, False)
+    assert notebook.launch("train") == expected
     assert notebook["counter"] == 0
 
 
@@ -642,11 +633,10 @@ def test_what_is_not_on_the_cpu_is_told_of(notebook: Notebook) -> None:
         thing, others = Thing(), {"a": Thing()}
         def train(): return thing.memory.tolist(), others["a"].memory.device.type
     """)
-    assert notebook.pack("train").notices == (
-        (
-            "2 tensors (0.0 MB) on cuda:1 arrive in the ranks on the CPU: "
-            "prepare the model there, or move them with `.to(accelerator.device)`."
-        ),
+    (notice,) = notebook.pack("train").notices
+    assert notice == (
+        "2 tensors (0.0 MB) on cuda:1 arrive in the ranks on the CPU: "
+        "prepare the model there, or move them with `.to(accelerator.device)`."
     )
     assert notebook.launch("train") == ([1, 2, 3], "cpu")
 
@@ -727,10 +717,8 @@ def test_training_arguments_have_the_device_of_the_rank(
     expected = {**asked, "_setup_devices": torch.device(device), "_n_gpu": num_gpus}
     assert vars(arguments) == expected
     timeout = timedelta(seconds=77)
-    assert later.settings == {
-        "backend": "gloo",
-        **({"cpu": True} if on_cpu else {"timeout": timeout}),
-    }
+    other: dict[str, Any] = {"cpu": True} if on_cpu else {"timeout": timeout}
+    assert later.settings == {"backend": "gloo", **other}
 
 
 def test_the_cells_sources_are_there(notebook: Notebook) -> None:

@@ -119,12 +119,8 @@ def test_what_an_agent_is_told_about_a_call_comes_after_the_call(
     for message in (wire.Stop(call=1), wire.Kill(call=1), wire.Shutdown()):
         one.post(message)
     got = pump(one, other, 4)
-    assert [type(message).__name__ for message, _ in got] == [
-        "Kill",
-        "BeginCall",
-        "Stop",
-        "Shutdown",
-    ]
+    names = [type(message).__name__ for message, _ in got]
+    assert names == ["Kill", "BeginCall", "Stop", "Shutdown"]
     for fd in (*fds, *got[1][1]):
         os.close(fd)
 

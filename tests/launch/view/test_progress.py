@@ -56,11 +56,8 @@ def test_a_bar_counts_open_or_closed() -> None:
     closed = RankState(rank=0, bars=(bar(1, "train", 100, 100, closed=True),))
     (line,) = progress_lines(closed)
     assert (line.text, line.remaining) == ("train: 100/100", "")
-    for n, total, count in (
-        (3, math.inf, "3/inf"),
-        (math.nan, 10, "nan/10"),
-        (3, 1e300, "3/1e300"),
-    ):
+    odd = ((3, math.inf, "3/inf"), (math.nan, 10, "nan/10"), (3, 1e300, "3/1e300"))
+    for n, total, count in odd:
         (line,) = progress_lines(RankState(rank=0, bars=(bar(1, "odd", n, total),)))
         assert (line.count, round(line.fraction or 0.0, 9), line.remaining) == (count, 0.0, "")
 

@@ -101,11 +101,8 @@ def test_figures_and_rich_values_are_sent_and_text_is_printed() -> None:
     assert markdown["text/markdown"] == "**md**"
     assert raw == {"image/png": base64.b64encode(b"png").decode(), "text/plain": "x"}
     # What came last for each id, though it came as often as nothing else may.
-    assert [data.get("text/html", data["text/plain"]) for data in replaced] == [
-        "<i>99</i>",
-        "<i>filled</i>",
-        "'step 2'",
-    ]
+    last = [data.get("text/html", data["text/plain"]) for data in replaced]
+    assert last == ["<i>99</i>", "<i>filled</i>", "'step 2'"]
     handles = run[0]
     assert all(re.fullmatch(r"IPython\.core\.display\w*\.DisplayHandle", one) for one in handles)
     kept = call_of(run).folder.load()
