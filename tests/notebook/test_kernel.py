@@ -11,7 +11,6 @@ from typing import Any
 
 import nbclient
 import nbformat
-import papermill
 import pytest
 from jupyter_client.session import Session
 
@@ -319,6 +318,8 @@ def by_nbclient(notebook: Any, folder: Path) -> Any:
 
 
 def by_papermill(notebook: Any, folder: Path) -> Any:
+    import papermill
+
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
     nbformat.write(notebook, folder / "in.ipynb")
     return papermill.execute_notebook(

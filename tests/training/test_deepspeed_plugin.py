@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from accelerate.utils.deepspeed import HfDeepSpeedConfig as PeerConfig
 from notebook_accel.utils import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
@@ -84,6 +83,8 @@ def test_loaders_say_what_a_rank_takes_prepared_or_not() -> None:
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig as PeerConfig
+
     given: dict[str, Any] = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
         "optimizer": {"params": {"lr": "auto", "eps": "auto"}},

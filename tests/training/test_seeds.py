@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
-from transformers import get_scheduler
 
 from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
@@ -38,6 +37,8 @@ def sentences(count: int) -> list[dict[str, torch.Tensor]]:
 
 def a_full_training() -> dict[str, Any]:
     """A schedule counted with the prepared loader, made after ``prepare`` and stepped bare."""
+    from transformers import get_scheduler
+
     train_dataloader = DataLoader(sentences(8), shuffle=True, batch_size=2)  # type: ignore[arg-type]
     eval_dataloader = DataLoader(sentences(7), batch_size=2)  # type: ignore[arg-type]
     accelerator = Accelerator()
