@@ -365,24 +365,11 @@ class Stacks(Message, frozen=True, kw_only=True):
 # ---- to an agent, and from it to its ranks -------------------------------------------------
 
 
-class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank that an agent starts: its numbers, environment and device.
-
-    Attributes:
-        device: index of its accelerator among those that the rank sees; None if that is
-            ``local_rank``.
-    """
-
-    rank: int
-    local_rank: int
-    environment: dict[str, str] = {}
-    device: int | None = None
-
-
 class Launch(Message, frozen=True, kw_only=True):
     """Request to an agent: start the rank processes, which then wait for calls.
 
     Attributes:
+        ranks: the numbers of this agent's ranks, in the order of their local ranks.
         log_dir: folder of the ranks' log files. None if the agent's machine does not see the
             kernel's files: the agent then writes logs to a folder of its own, and sends the bytes.
         num_threads: number of threads that each rank gives to ``torch.set_num_threads``.
@@ -390,7 +377,7 @@ class Launch(Message, frozen=True, kw_only=True):
     """
 
     world_size: int
-    ranks: tuple[RankSpec, ...]
+    ranks: tuple[int, ...]
     environment: dict[str, str]
     directory: str
     path: tuple[str, ...]

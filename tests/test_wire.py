@@ -18,7 +18,6 @@ MESSAGES = sorted(wire.Message.__subclasses__(), key=lambda kind: kind.__name__)
 STRUCTS: dict[Any, Any] = {
     wire.Packet: wire.Packet(sizes=(1, 2), inline=(b"a", b"bc")),
     wire.ImportItem: wire.ImportItem("a.b", ("c", "d")),
-    wire.RankSpec: wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2),
     wire.Passed: wire.Passed(batches=3, reads_should_stop=True),
     wire.Point: wire.Point(batches=4),
     wire.Usage: wire.Usage(batches=3, device="cpu"),

@@ -400,7 +400,7 @@ def _new_call(
     undo.callback(request.view.launch_failed)
     if session is not None:
         check_open_files()
-    folder = RunFolder.make(remove_old=False, run_id=request.run_id)
+    folder = RunFolder.make(run_id=request.run_id)
     undo.callback(folder.remove)
     if session is not None:
         folder.link_logs(session, world_size)

@@ -5,7 +5,7 @@ They are merged from four sources, and a later one wins:
     the notebook's environment, without variables that would mislead a rank
         <- what the settings ask for <- what the engine adds <- ``env=``
 
-Variables of a single rank, such as RANK, come on top (``wire.RankSpec``). By default
+Variables of a single rank, such as RANK, come on top (worker/main.py). By default
 GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the loopback interface, so that collectives of ranks
 on one machine do not use the network.
 """

@@ -107,8 +107,6 @@ class RankContext:
     It is also the base class of :class:`LaunchedContext`, which sends reports.
 
     Attributes:
-        device_index: index of the rank's accelerator among those that its process sees: the
-            constructor's ``device``, or ``local_rank`` if ``device`` is None.
         call: number of the current call, the same on all ranks; 0 before the first call and outside
             of notebook_accel.
         resume_from: folder of the checkpoint with which the training of this call begins, until it
@@ -137,19 +135,12 @@ class RankContext:
     store_port: StorePort | None = None
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        local_rank: int,
-        world_size: int,
-        local_world_size: int,
-        device: int | None = None,
+        self, *, rank: int, local_rank: int, world_size: int, local_world_size: int
     ) -> None:
         self.rank = rank
         self.local_rank = local_rank
         self.world_size = world_size
         self.local_world_size = local_world_size
-        self.device_index = local_rank if device is None else device
         self.shared: dict[Any, Any] = {}
         self.before_return: dict[Any, Callable[[], None]] = {}
         self.first_knobs: dict[str, wire.KnobValue] = {}

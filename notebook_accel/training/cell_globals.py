@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
         from notebook_accel.training.settings import environment
 
         return devices.choose_device(
-            cpu=environment.read_flag("USE_CPU"), local_rank=current().device_index, shared=True
+            cpu=environment.read_flag("USE_CPU"), local_rank=current().local_rank, shared=True
         )
     if name == "accelerator":
         from notebook_accel.training.accelerator import Accelerator

@@ -843,7 +843,7 @@ class EngineContract:
         monkeypatch.setattr(launcher, "_CALLS_BETWEEN_REMOVALS", 2)
         one = call(session, first, (7,))
         for _ in range(60):
-            RunFolder.make(remove_old=False)
+            RunFolder.make()
         before = len(run_folders())
         two = call(session, second)
         assert len(run_folders()) < before

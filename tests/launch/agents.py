@@ -45,7 +45,7 @@ class AgentByHand:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(SECONDS), 0))
         self.channel = FramedChannel(ours) if is_remote else Channel(ours)
         self.channel.open_log = lambda _: os.open(os.devnull, os.O_WRONLY)
-        self.ranks: tuple[wire.RankSpec, ...] = ()
+        self.ranks: tuple[int, ...] = ()
 
     def link(self) -> AgentLink:
         return AgentLink(

@@ -724,12 +724,12 @@ def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> N
             at_open.append(len(run_folders(root)))
 
     for _ in range(60):
-        RunFolder.make(root, remove_old=False)
+        RunFolder.make(root)
     run = on_cpu(train, n=1, view=Counting())
     # Old ones go, but not before the ranks are on their way: nobody waits for that.
     assert (at_open, len(run_folders(root))) == ([61], 50)
     for _ in range(120):
-        RunFolder.make(root)
+        RunFolder.make(root).remove_old()
     assert run.logs(0) == "still here\n"
     assert len(run.metrics) == 1
     shutil.rmtree(run.log_dir)

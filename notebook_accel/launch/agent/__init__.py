@@ -143,7 +143,7 @@ class Agent:
         self._kernel = kernel
         self._launch = launch
         self._has_others = len(launch.ranks) < launch.world_size
-        self._has_rank_0 = any(spec.rank == 0 for spec in launch.ranks)
+        self._has_rank_0 = 0 in launch.ranks
         self._board = Scoreboard(len(launch.ranks), has_others=self._has_others)
         # Of a kernel on another machine, to which the bytes of the files are sent, one of our own.
         self._log_dir = Path(launch.log_dir or scratch.folder(launch.run, os.getpid()))
@@ -186,7 +186,7 @@ class Agent:
         if self._master is not None:
             own.append(self._master.fileno())
         made_of = launch, self._board, self._log_dir, self._store
-        ranks = (RankProcess(one, *made_of) for one in launch.ranks)
+        ranks = (RankProcess(index, *made_of) for index in range(len(launch.ranks)))
         self.ranks = import_module(_START_METHODS[launch.start_method]).start_ranks(ranks, own)
         self._hand_over_master()
         if isinstance(self._channel, FramedChannel):

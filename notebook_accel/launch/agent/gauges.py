@@ -28,17 +28,15 @@ _PIDS_OF_HOST = "pid:[4026531836]"
 _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
-def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
+def gauges_of(launch: wire.Launch, local_rank: int, pid: int) -> Gauges:
     """Make the :class:`Gauges` that reads the use of a new rank's process and of its device."""
-    assert pid is not None
-    environment = {**launch.environment, **spec.environment}
+    environment = launch.environment
     if environment.get("ACCELERATE_USE_CPU") == "true":
         return Gauges(pid, name="CPU")
-    index = spec.local_rank if spec.device is None else spec.device
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index)] if visible is None else visible.split(",")
+    names = [str(local_rank)] if visible is None else visible.split(",")
     # Ranks choose their devices in the same way: with more ranks than devices, some share one.
-    name = names[index % len(names)].strip()
+    name = names[local_rank % len(names)].strip()
     return Gauges(
         pid,
         nvidia=name if name and os.path.exists("/dev/nvidiactl") else None,

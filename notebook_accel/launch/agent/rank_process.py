@@ -60,7 +60,7 @@ class RankProcess:
 
     def __init__(
         self,
-        spec: wire.RankSpec,
+        local_rank: int,
         launch: wire.Launch,
         board: Scoreboard,
         log_dir: Path,
@@ -68,22 +68,22 @@ class RankProcess:
     ) -> None:
         """Open what the agent shares with the rank, whose process then starts."""
         ours, theirs = socket.socketpair()
-        self.rank = spec.rank
+        self.rank = launch.ranks[local_rank]
         self.channel = Channel(ours)
-        self.row = board.row(spec.local_rank)
-        self._stacks = os.memfd_create(f"stacks-{spec.rank}")
+        self.row = board.row(local_rank)
+        self._stacks = os.memfd_create(f"stacks-{self.rank}")
         self.inherited = Inherited(
             agent_pid=os.getpid(),
             launch=launch,
-            spec=spec,
+            local_rank=local_rank,
             store_socket=store,
             channel=Channel(theirs),
             board=board,
-            log=open_log(log_dir, spec.rank),
+            log=open_log(log_dir, self.rank),
             stacks=self._stacks,
             asks=os.eventfd(0),
         )
-        self.tail = FileTail(log_path(log_dir, spec.rank))
+        self.tail = FileTail(log_path(log_dir, self.rank))
         self.tail.skip()  # the output of the attempt before, where ranks are started again
         self.alive = True
         self.ended_by_agent = False
@@ -115,7 +115,7 @@ class RankProcess:
         self.pid: int = process.pid
         self.needed_pids: tuple[int, ...] = (self.pid,)
         self.exit_fd = processes.watch_exit(self.pid)
-        self._gauges = gauges_of(self.inherited.launch, self.inherited.spec, self.pid)
+        self._gauges = gauges_of(self.inherited.launch, self.inherited.local_rank, self.pid)
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the agent's descriptors for this rank, for ranks forked later to close."""

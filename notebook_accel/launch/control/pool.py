@@ -97,14 +97,10 @@ class AgentLink:
     """
 
     channel: Channel
-    ranks: tuple[wire.RankSpec, ...]
+    ranks: tuple[int, ...]
     how_it_ended: Callable[[], AgentEnd | None]
     kill: Callable[[], None]
     launch_fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def rank_numbers(self) -> tuple[int, ...]:
-        return tuple(spec.rank for spec in self.ranks)
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Send a message to the agent without blocking.
@@ -124,7 +120,7 @@ class AgentLink:
         try:
             self.kill()
         except Exception:  # whatever the system refuses, the run must end
-            _log.warning("the agent of %s could not be ended", self.rank_numbers, exc_info=True)
+            _log.warning("the agent of %s could not be ended", self.ranks, exc_info=True)
 
 
 class RunningCall(Protocol):
@@ -171,7 +167,7 @@ class RankPool:
         self.processes = tuple(
             ProcessState(rank=rank, agent=index)
             for index, link in enumerate(links)
-            for rank in link.rank_numbers
+            for rank in link.ranks
         )
         self.ended = Latch()
         # Those that are not lost; only the pool's thread takes one out.
@@ -336,7 +332,7 @@ class RankPool:
 
     def agents(self) -> Iterator[tuple[int, ...]]:
         """Return the agents that are not lost, each by the numbers of its ranks."""
-        return (link.rank_numbers for link in list(self._links))
+        return (link.ranks for link in list(self._links))
 
     def shut_down(self) -> None:
         """Let the rank processes end after their current call, and refuse further calls."""
@@ -472,7 +468,7 @@ class RankPool:
                     # What the other agents must know.
                     self._awaits_port &= not isinstance(message, wire.PortReserved)
                     self.send(message, to=[other for other in self._links if other is not link])
-                call.actions.take(link.rank_numbers, message)
+                call.actions.take(link.ranks, message)
                 unwanted.pop_all()
                 call.take(message, fds)
 
@@ -488,21 +484,21 @@ class RankPool:
         link.end()
         with self._channels():
             link.channel.close()
-        if ended.issuperset(link.rank_numbers):
+        if ended.issuperset(link.ranks):
             # Its ranks had ended before, and so it ended in order: no call loses anything. A stop
             # may have waited for its answer alone (the call's next `tick`).
             return
-        self._lost.append(replace(end, ranks=link.rank_numbers))
+        self._lost.append(replace(end, ranks=link.ranks))
         self.processes = tuple(
             replace(process, status="ended")
-            if process.rank in link.rank_numbers and process.rank not in ended
+            if process.rank in link.ranks and process.rank not in ended
             else process
             for process in self.processes
         )
         call = self._call
         if call is None:
             return
-        call.lose(link.rank_numbers)
+        call.lose(link.ranks)
         if self._awaits_port and link is self._all_links[0]:
             # It had rank 0, and is lost before it named the port for which the others wait.
             self._send_kill()
@@ -534,7 +530,7 @@ class RankPool:
                 link.end()
             elif silent >= _TELL_SILENCE_SECONDS:
                 text = (
-                    f"the helper process that watches {rank_list(link.rank_numbers)} says nothing: "
+                    f"the helper process that watches {rank_list(link.ranks)} says nothing: "
                     "it may be stopped (SIGSTOP), or its machine too busy. When it goes on, so "
                     "does the run; run.stop() ends it"
                 )

@@ -129,10 +129,8 @@ class RunFolder:
         self._saving = threading.Lock()
 
     @classmethod
-    def make(
-        cls, root: Path | None = None, *, remove_old: bool = True, run_id: str = ""
-    ) -> RunFolder:
-        """Make the folder of a new run, and remove the folders of old runs.
+    def make(cls, root: Path | None = None, *, run_id: str = "") -> RunFolder:
+        """Make the folder of a new run.
 
         Args:
             root: folder of all runs; None for :func:`runs_folder`.
@@ -143,8 +141,6 @@ class RunFolder:
         folder.create()
         weakref.finalize(folder, _let_go, folder.path / _LIVE, os.getpid())
         _held_here[folder.path] = folder
-        if remove_old:
-            folder.remove_old()
         return folder
 
     def create(self) -> None:

@@ -33,7 +33,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from notebook_accel import tpu, wire
+from notebook_accel import tpu
 from notebook_accel.config import LaunchConfig
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
@@ -52,9 +52,9 @@ _OF_SEVERAL_MACHINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The ranks that an engine is to start for a launch, grouped by agent."""
+    """The ranks that an engine is to start for a launch: their numbers, grouped by agent."""
 
-    agents: tuple[tuple[wire.RankSpec, ...], ...]
+    agents: tuple[tuple[int, ...], ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     is_awaited: bool = False
@@ -62,12 +62,9 @@ class RankPlan:
 
     @classmethod
     def of_sizes(cls, *sizes: int, **fields: Any) -> RankPlan:
-        """Return a plan with one agent for each size; all ranks differ only in their numbers."""
-        firsts = itertools.accumulate(sizes, initial=0)
-        agents = (
-            tuple(wire.RankSpec(rank=first + local, local_rank=local) for local in range(size))
-            for first, size in zip(firsts, sizes, strict=False)
-        )
+        """Return a plan with one agent for each size."""
+        ends = itertools.accumulate(sizes)
+        agents = (tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
         return cls(agents=tuple(agents), **fields)
 
     @property

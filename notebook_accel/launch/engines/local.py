@@ -316,7 +316,7 @@ def may_have_libraries(request: LaunchRequest) -> bool:
 
 
 def fork_agent(
-    environment: Mapping[str, str], ranks: tuple[wire.RankSpec, ...], *, run: str, **how: bool
+    environment: Mapping[str, str], ranks: tuple[int, ...], *, run: str, **how: bool
 ) -> AgentLink:
     """Have the template process fork an agent, and return the connection to the agent."""
 

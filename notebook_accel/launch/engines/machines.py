@@ -101,7 +101,7 @@ class JoinedMachine:
 
     def start_agent(
         self,
-        ranks: tuple[wire.RankSpec, ...],
+        ranks: tuple[int, ...],
         fields: Callable[[str], Mapping[str, Any]],
         imports: tuple[wire.ImportItem, ...],
         *,

@@ -21,7 +21,6 @@ in the queues::
     _announced          segments in the order in which they were announced, until the message comes
                         that they belong to: each message says how many segments it has
     _waiting[rank]      messages with segments that are not whole yet, and those behind them
-    _ready              whole messages that ``drain`` read and ``receive`` has not given out yet
 
 Invariants:
 
@@ -50,7 +49,6 @@ from dataclasses import dataclass
 from notebook_accel import wire
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, ReceivedStream
 from notebook_accel.system import segment
-from notebook_accel.system.processes import is_readable
 
 # Bytes of a stream in one frame: so many that headers cost nothing, and so few that a stop is not
 # held up (2 ms at 1 Gbit/s).
@@ -76,7 +74,8 @@ class FramedChannel(Channel):
     """A channel that sends memory segments and growing files as bytes.
 
     For connections between machines, where descriptors cannot travel: ``machine_link.py`` carries
-    the bytes of the channel's socket, and notices a machine that is lost.
+    the bytes of the channel's socket, and notices a machine that is lost. ``receive`` is for its
+    first message, which has no segment; later ones come by ``drain``.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -88,7 +87,6 @@ class FramedChannel(Channel):
         self._coming: dict[int, ReceivedStream] = {}
         self._announced: deque[ReceivedStream] = deque()
         self._waiting: dict[int | None, deque[tuple[wire.Message, list[ReceivedStream]]]] = {}
-        self._ready: deque[tuple[wire.Message, list[int]]] = deque()
 
     @property
     def is_idle(self) -> bool:
@@ -143,21 +141,6 @@ class FramedChannel(Channel):
         return bool(self._outgoing)
 
     # ---- in --------------------------------------------------------------------------------
-
-    def receive(self) -> tuple[wire.Message, list[int]]:
-        while not self._ready:
-            self._ready.extend(self.drain(limit=1))
-            if not self._ready:
-                is_readable(self, None)
-        return self._ready.popleft()
-
-    def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:
-        if self._ready:
-            # Without reading as well: a read may find the end and raise, and these would be lost.
-            ready = list(self._ready)
-            self._ready.clear()
-            return ready
-        return super().drain(limit=limit)
 
     def _deliver(
         self, message: wire.Message, num_fds: int
@@ -240,7 +223,6 @@ class FramedChannel(Channel):
         coming = [*self._coming.values(), *itertools.chain(*waiting)]
         fds = {s.fd for s in (*coming, *self._announced) if s.fd is not None}
         fds.update(sending.fd for sending in self._sending.values())
-        fds.update(fd for _, given in self._ready for fd in given)
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -248,4 +230,3 @@ class FramedChannel(Channel):
         self._coming.clear()
         self._waiting.clear()
         self._announced.clear()
-        self._ready.clear()

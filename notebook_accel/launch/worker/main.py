@@ -114,6 +114,7 @@ class Inherited:
     """What a rank process inherits from its agent by fork.
 
     Attributes:
+        local_rank: index of the rank among ``launch.ranks``.
         store_socket: socket on which rank 0 serves the store of the ranks' process groups; None if
             the ranks are on several machines, or have another store.
         asks: eventfd that the agent writes to when the rank is to tell its stacks and collectives,
@@ -122,13 +123,17 @@ class Inherited:
 
     agent_pid: int
     launch: wire.Launch
-    spec: wire.RankSpec
+    local_rank: int
     store_socket: socket.socket | None
     channel: Channel
     board: Scoreboard
     log: int
     stacks: int
     asks: int
+
+    @property
+    def rank(self) -> int:
+        return self.launch.ranks[self.local_rank]
 
 
 def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
@@ -141,7 +146,7 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
         with contextlib.suppress(OSError):
             os.close(fd)
     processes.reset_signals()
-    interrupts = Interrupts(inherited.board.row(inherited.spec.local_rank))
+    interrupts = Interrupts(inherited.board.row(inherited.local_rank))
     # Forget the exit functions that came along by fork: only those registered here are called.
     of_python.forget_exit_functions()
     worker = Worker(inherited, interrupts)
@@ -173,17 +178,16 @@ class Worker:
         self.interrupts = interrupts
         self._sender = Sender(inherited.channel, interrupts)
         self.context = this_rank.LaunchedContext(
-            rank=inherited.spec.rank,
-            local_rank=inherited.spec.local_rank,
+            rank=inherited.rank,
+            local_rank=inherited.local_rank,
             world_size=launch.world_size,
             local_world_size=len(launch.ranks),
-            device=inherited.spec.device,
             run=launch.run,
             send=self._sender.send,
             board=inherited.board,
             store_port=store_port,
         )
-        self.row = inherited.board.row(inherited.spec.local_rank)
+        self.row = inherited.board.row(inherited.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
         # The first call puts another module in the place of this one, which must live on: a module
@@ -412,7 +416,7 @@ class Worker:
         call = self.context.call
         # One that runs Python has seen its KeyboardInterrupt.
         is_free = self.interrupts.has_seen(call) and (
-            not self.row.is_asynchronous or self.context.device_is_done(self.context.device_index)
+            not self.row.is_asynchronous or self.context.device_is_done(self.context.local_rank)
         )
         with self._end_lock:
             is_meant = self.row.disconnected_call == call == self.context.call
@@ -443,11 +447,10 @@ def name_rank(inherited: Inherited) -> None:
     MASTER_PORT comes with each call.
     """
     launch = inherited.launch
-    os.environ.update(inherited.spec.environment)
     os.environ.update(
         {
-            "RANK": str(inherited.spec.rank),
-            "LOCAL_RANK": str(inherited.spec.local_rank),
+            "RANK": str(inherited.rank),
+            "LOCAL_RANK": str(inherited.local_rank),
             "WORLD_SIZE": str(launch.world_size),
             "LOCAL_WORLD_SIZE": str(len(launch.ranks)),
             "NOTEBOOK_ACCEL_RUN": launch.run,

@@ -60,7 +60,7 @@ class Host:
             first = self._ranks[0] if self._ranks else None
             hosted = HostedRank(inherited, first, check, self._all_told)
             self._ranks.append(hosted)
-        _logs[inherited.spec.rank] = open(  # noqa: SIM115 - for the life of the process
+        _logs[inherited.rank] = open(  # noqa: SIM115 - for the life of the process
             inherited.log, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False
         )
         self._exit_code = max(self._exit_code, hosted.serve())
@@ -142,7 +142,7 @@ class HostedRank(main.Worker):
         check: Callable[[], None],
         all_told: threading.Barrier,
     ) -> None:
-        row = inherited.board.row(inherited.spec.local_rank)
+        row = inherited.board.row(inherited.local_rank)
         super().__init__(inherited, _ThreadInterrupts(row), first)
         self._check = check
         self._all_told = all_told

@@ -138,7 +138,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     context = _find_context()
     device = devices.choose_device(
         cpu=cpu or environment.read_flag("USE_CPU"),
-        local_rank=context.device_index,
+        local_rank=context.local_rank,
         shared=_chosen_backend(options) == "gloo",
     )
     if device.index is not None and environment.read_flag("CPU_AFFINITY"):

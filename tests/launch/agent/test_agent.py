@@ -68,7 +68,7 @@ def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call
     def find_port() -> None:
         assert os.environ["MASTER_PORT"] == "4321"
 
-    agent.launch(2, ranks=(wire.RankSpec(rank=1, local_rank=0),))
+    agent.launch(2, ranks=(1,))
     agent.call(find_port, last=True)
     agent.say(wire.Stop)
     agent.say(wire.PortReserved, port=4321)

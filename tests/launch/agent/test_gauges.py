@@ -135,4 +135,4 @@ def test_ranks_have_the_visible_devices_in_turn(
     monkeypatch.setattr(os.path, "exists", lambda _: True)
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     launch = cast("wire.Launch", SimpleNamespace(environment=environment))
-    assert gauges_of(launch, wire.RankSpec(rank=rank, local_rank=rank), 1).nvidia == called
+    assert gauges_of(launch, rank, 1).nvidia == called

@@ -44,9 +44,7 @@ class PlayedAgent:
         self._ranks = ranks
         self.link = AgentLink(
             channel=Channel(ours),
-            ranks=tuple(
-                wire.RankSpec(rank=rank, local_rank=local) for local, rank in enumerate(ranks)
-            ),
+            ranks=tuple(ranks),
             how_it_ended=lambda: AgentEnd("was killed by SIGKILL"),
             kill=self._be_killed,
         )

@@ -25,7 +25,9 @@ KEPT = 50
 
 def ended(root: Path) -> Path:
     """A run that nobody holds any more."""
-    return RunFolder.make(root).path
+    folder = RunFolder.make(root)
+    folder.remove_old()
+    return folder.path
 
 
 def date_new_runs(monkeypatch: pytest.MonkeyPatch, date: str) -> None:
@@ -78,7 +80,7 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(
 
 
 def test_runs_of_the_same_second_stand_in_the_order_of_their_launches(tmp_path: Path) -> None:
-    made = [RunFolder.make(tmp_path, remove_old=False).id for _ in range(20)]
+    made = [RunFolder.make(tmp_path).id for _ in range(20)]
     assert [folder.id for folder in run_folders(tmp_path)] == made
 
 
@@ -196,6 +198,7 @@ def test_locks_of_dead_kernels_are_swept(tmp_path: Path) -> None:
     (tmp_path / ".kernel-0123456789ab").touch()
     os.utime(tmp_path / ".kernel-0123456789ab", (0, 0))
     held = RunFolder.make(tmp_path)
+    held.remove_old()
     left = [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".kernel-")]
     assert len(left) == 1
     assert held.is_held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,31 +156,6 @@ def test_a_small_value_does_not_wait_for_a_large_one(
     assert [message.rank for message, _ in got] == [1, 0]
     for message, fds in got:
         value(message, fds)
-
-
-def test_receive_waits_for_the_whole_and_gives_one_after_the_other(
-    pair: tuple[FramedChannel, FramedChannel],
-) -> None:
-    one, other = pair
-    post(one, 0, BIG)
-    one.post(wire.Notice(rank=0, text="a"))
-    one.post(wire.Notice(rank=0, text="b"))
-    over = threading.Event()
-
-    def pumping() -> None:
-        while not over.is_set():
-            one.flush(block=False)
-            time.sleep(0.0005)
-
-    thread = threading.Thread(target=pumping)
-    thread.start()
-    try:
-        assert value(*other.receive()) == BIG
-        assert text(other.receive()[0]) == "a"
-        assert [text(message) for message, _ in other.drain()] == ["b"]
-    finally:
-        over.set()
-        thread.join()
 
 
 # ---- files that grow -----------------------------------------------------------------------

@@ -41,11 +41,10 @@ def worker(_signals: None) -> Worker:
 
 def new_worker() -> Worker:
     """A rank of two, whose agent says nothing."""
-    ranks = tuple(wire.RankSpec(rank=rank, local_rank=rank) for rank in (0, 1))
     launch = wire.Launch(
         run="r",
         world_size=2,
-        ranks=ranks,
+        ranks=(0, 1),
         environment={},
         directory="/",
         path=(),
@@ -57,7 +56,7 @@ def new_worker() -> Worker:
     inherited = Inherited(
         agent_pid=os.getpid(),
         launch=launch,
-        spec=ranks[0],
+        local_rank=0,
         store_socket=None,
         channel=Channel(theirs),
         board=board,
