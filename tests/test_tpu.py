@@ -21,7 +21,7 @@ from notebook_accel.launch.engines import engine_for, local
 from notebook_accel.launch.engines.local import LocalEngine
 from notebook_accel.launch.engines.xla import XlaEngine
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.preflight import machine_with
+from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.notebook.picker import devices_line
 from notebook_accel.wire import Devices
 from tests.interpreters import run_script
@@ -60,7 +60,7 @@ def test_the_variable_decides(chips: Path) -> None:
     assert tpu.count_devices({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}) == ("CPU", 2)
 
 
-def test_a_machine_without_a_tpu(chips: Path) -> None:
+def test_a_look_at_machineout_a_tpu(chips: Path) -> None:
     put(chips, "0x1234")
     assert tpu.count_devices({}) == ("", 0)
 
@@ -84,7 +84,9 @@ def test_one_that_fits_is_chosen(chips: Path, monkeypatch: pytest.MonkeyPatch) -
     assert type(engine_for(LaunchConfig())) is XlaEngine
     (finding,) = doctor._tpus(None)  # type: ignore[arg-type]
     assert (finding.level, finding.found) == (doctor.FINE, "devices of TPU: 1; torch_xla 2.9.0")
-    assert "TPU (devices: 1) by torch_xla 2.9.0" in devices_line(machine_with(Devices(kind="cpu")))
+    assert "TPU (devices: 1) by torch_xla 2.9.0" in devices_line(
+        look_at_machine(Devices(kind="cpu"))
+    )
     assert type(engine_for(LaunchConfig(devices="cpu"))) is LocalEngine
 
 

@@ -248,10 +248,12 @@ class Scoreboard:
         for counter in _COUNTERS:
             counts = []
             for row in rows:
-                shown = self._shown(row, counter)
-                if shown is None and patient and not row.call_over:
+                came, passed = getattr(row, counter), getattr(row, f"passed_{counter}")
+                waits = getattr(row, f"waits_{counter}") == came
+                is_shown = came == passed or (waits and row.round == self._view[_ROUND])
+                if not is_shown and patient and not row.call_over:
                     return None
-                counts.append(getattr(row, counter) if shown is None else shown)
+                counts.append(passed if is_shown else came)
             highest[counter] = max(counts, default=0)
         return Passed(**highest, reads_should_stop=any(row.reads for row in rows))
 
@@ -268,13 +270,6 @@ class Scoreboard:
     def has_begun(self, number: int) -> bool:
         """Return whether a rank has begun the action. Called by the agent, after :meth:`passed`."""
         return any(row.did >= number for row in self._rows)
-
-    def _shown(self, row: RankRow, counter: str) -> int | None:
-        """Return the count of the newest point that a rank has passed; None if not known yet."""
-        came: int = getattr(row, counter)
-        passed: int = getattr(row, f"passed_{counter}")
-        waits = came == getattr(row, f"waits_{counter}") and row.round == self._view[_ROUND]
-        return passed if waits or came == passed else None
 
     def num_done(self, number: int) -> int | None:
         """Return how many ranks have done the action; None while a rank in the call has not."""

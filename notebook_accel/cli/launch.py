@@ -33,7 +33,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight
-from notebook_accel.launch.preflight import machine_with
+from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import (
     ON_CPU,
     WITHOUT_DEVICES,
@@ -201,7 +201,7 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     # In a child: to ask a device for its name makes a context on it, which stays.
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as child:
         found = child.submit(inventory).result()
-    machine = machine_with(found)
+    machine = look_at_machine(found)
     chosen = config.devices
     available = len(chosen) if isinstance(chosen, tuple) else len(found.names)
     on_cpu = chosen == "cpu" or not found.names

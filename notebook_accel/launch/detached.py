@@ -14,7 +14,6 @@ state, which the keeper writes when a kernel asks for it, logs, metrics and resu
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import pickle
 import secrets
@@ -199,7 +198,6 @@ class AttachedCall(run_list.PastCall):
         super().__init__(new)
         self.results = StoredResults(new.folder.path)
         self.curves = LiveCurves()
-        self._context = contextvars.copy_context()
 
     def check_waiting(self) -> None:
         return
@@ -235,7 +233,4 @@ class AttachedCall(run_list.PastCall):
                 self.state = saved
                 self._context.run(self.view.update, saved)
         self.folder.take("state")
-        self._context.run(self.view.close, self.state)
-        # From here on only handles keep results that were read.
-        self.curves = self.results = None
-        self.ended.set()
+        self.conclude()

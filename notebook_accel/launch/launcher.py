@@ -125,7 +125,38 @@ def _begin_and_wait(
     try:
         with held() as presses:
             with naming_what_is_short(), contextlib.ExitStack() as undo:
-                new = _new_call(request, world_size, session, undo)
+                undo.callback(request.view.launch_failed)
+                if session is not None:
+                    check_open_files()
+                folder = RunFolder.make(run_id=request.run_id)
+                undo.callback(folder.remove)
+                if session is not None:
+                    folder.link_logs(session, world_size)
+                metrics = MetricStore(folder.path)
+                undo.callback(metrics.close)
+                typed = run_list.expression_to_attach if request.detach else run_list.expression_now
+                new = NewCall(
+                    request=request,
+                    state=starting(
+                        run=folder.id,
+                        name=request.name,
+                        world_size=world_size,
+                        started=time.time(),
+                        notices=request.notices,
+                        timeout=request.timeout,
+                        session="" if session is None else session.id,
+                        asked=request.asked,
+                        arguments=request.arguments,
+                        devices=request.devices,
+                        notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
+                        detached=request.detach,
+                        origin=request.origin,
+                        trial=request.trial,
+                    ),
+                    folder=folder,
+                    metrics=metrics,
+                    handle=partial(typed, folder.id),
+                )
                 with begin(new) as call:
                     again = replace(request, view=View(), notices=(), run_id="")
                     run = Run(call, results=call.results, request=again, clone=clone_run)
@@ -181,9 +212,7 @@ class Session:
                 self.folder = RunFolder.make()
                 undo.callback(self.folder.remove)
                 self.folder.make_logs(plan.world_size)
-                self._pool = engine.start_ranks(
-                    request, plan, run=self.folder.id, log_dir=self.folder.path
-                )
+                self._pool = engine.start_ranks(request, plan, self.folder)
                 undo.callback(self.kill)
                 self._pool.start()
             # An interrupt may still come before the caller has the session, which nobody can close
@@ -293,7 +322,8 @@ def check_ranks(config: LaunchConfig) -> None:
     request = _checked(LaunchRequest(config=config))
     engine = engine_for(config)
     engine.warm_up(request)
-    preflight.check_files_of_ranks(engine.num_ranks_here(request))
+    if not engine.num_awaited(config):
+        preflight.check_files_of_ranks(engine.plan_ranks(request).world_size)
 
 
 def _checked(request: LaunchRequest) -> LaunchRequest:
@@ -340,15 +370,6 @@ def _wait_in_cell(run: Run, *before: Presses) -> None:
     raise_error(run)
 
 
-def _waited(run: Run) -> Run:
-    try:
-        _wait_in_cell(run)
-    except BaseException as error:
-        _keep_run_without_handle(run, error)
-        raise
-    return run
-
-
 def _pack(
     request: LaunchRequest, session: Registry | None = None, *, are_new: bool = True
 ) -> PackedCall:
@@ -391,47 +412,6 @@ def _telling_failure(view: View) -> Iterator[None]:
         raise
 
 
-def _new_call(
-    request: LaunchRequest,
-    world_size: int,
-    session: RunFolder | None,
-    undo: contextlib.ExitStack,
-) -> NewCall:
-    undo.callback(request.view.launch_failed)
-    if session is not None:
-        check_open_files()
-    folder = RunFolder.make(run_id=request.run_id)
-    undo.callback(folder.remove)
-    if session is not None:
-        folder.link_logs(session, world_size)
-    first = starting(
-        run=folder.id,
-        name=request.name,
-        world_size=world_size,
-        started=time.time(),
-        notices=request.notices,
-        timeout=request.timeout,
-        session="" if session is None else session.id,
-        asked=request.asked,
-        arguments=request.arguments,
-        devices=request.devices,
-        notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
-        detached=request.detach,
-        origin=request.origin,
-        trial=request.trial,
-    )
-    typed = run_list.expression_to_attach if request.detach else run_list.expression_now
-    metrics = MetricStore(folder.path)
-    undo.callback(metrics.close)
-    return NewCall(
-        request=request,
-        state=first,
-        folder=folder,
-        metrics=metrics,
-        handle=partial(typed, folder.id),
-    )
-
-
 def clone_run(
     request: LaunchRequest,
     run: Run,
@@ -469,7 +449,13 @@ def clone_run(
         config = replace(request.config, devices=_free_devices(run))
         # It waits once others may choose.
         cloned = launch(replace(request, config=config, block=False))
-    return _waited(cloned) if block else cloned
+    if block:
+        try:
+            _wait_in_cell(cloned)
+        except BaseException as error:
+            _keep_run_without_handle(cloned, error)
+            raise
+    return cloned
 
 
 def _changed_call(

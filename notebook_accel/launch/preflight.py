@@ -75,21 +75,20 @@ class Machine:
     tpu: str = ""
 
 
-def look_at_machine() -> Machine:
+def look_at_machine(found: Devices | None = None) -> Machine:
     """Return the devices, cores and memory of this machine; a child process asks torch.
 
     If the child process fails, the result has no devices, and its ``error`` says why.
+
+    Args:
+        found: accelerators that were counted already; nothing is asked then.
     """
-    environment = rank_environment(LaunchConfig())
-    try:
-        found = ask_template(environment, lambda source: source.count_devices(environment))
-    except LaunchError as failed:
-        found = Devices(kind="cpu", error=str(failed))
-    return machine_with(found)
-
-
-def machine_with(found: Devices) -> Machine:
-    """Return the description of this machine from accelerators that were counted already."""
+    if found is None:
+        environment = rank_environment(LaunchConfig())
+        try:
+            found = ask_template(environment, lambda source: source.count_devices(environment))
+        except LaunchError as failed:
+            found = Devices(kind="cpu", error=str(failed))
     memories = found.memory or (0,) * len(found.names)
     memory = psutil.virtual_memory()
     return Machine(

@@ -261,18 +261,18 @@ class Run:
             raise self._about_this(
                 TimeoutError(f"the run has not ended within {timeout} s; it goes on ({self!r})")
             )
-        raise_error(self)
+        self._raise_error()
         return self
 
-    def _error(self) -> BaseException | None:
-        """Return the error of the ended run, with this run as ``error.run``; None for no error."""
+    def _raise_error(self) -> None:
+        """Raise the error of the ended run, with this run as ``error.run``, if it has one."""
         failure = self.state.failure
         if failure is not None and failure.is_of_start:
-            return self._about_this(LaunchError(failure.message))
+            raise self._about_this(LaunchError(failure.message))
         if failure is not None:
-            return self._about_this(self._worker_error(failure))
+            raise self._about_this(self._worker_error(failure))
         if self.status != "stopped":
-            return None
+            return
         # What the view's summary says is not said twice.
         kept = "" if self._call.view.is_shown else self.state.rescued_as
         kept = f"; {RESCUED}{kept}" if kept else ""
@@ -281,12 +281,11 @@ class Run:
                 f"the run was ended after timeout={self.state.timeout:g} s: pass a larger "
                 f"timeout=, or leave it out{kept}"
             )
-            return self._about_this(TimeoutError(text))
+            raise self._about_this(TimeoutError(text))
         if not any(rank.returned for rank in self.state.ranks):
             ended = "killed" if self._call.was_killed else "stopped"
             text = f"the run was {ended} before it had a result{kept or f' (run {self.id})'}"
-            return self._about_this(RunStopped(text))
-        return None
+            raise self._about_this(RunStopped(text))
 
     def _worker_error(self, failure: Failure) -> WorkerError:
         # Not part of the failure, which stays on the page and on disk: another launch changes it.
@@ -722,18 +721,15 @@ def call_of(run: Run) -> Call:
 
 def raise_error(run: Run) -> None:
     """Raise the error of a run that has ended; do nothing if it has none."""
-    error = run._error()
-    if error is not None:
-        raise error
+    run._raise_error()
 
 
 def results_now(run: Run) -> list[Any]:
     """Return each rank's result without waiting; None if missing or impossible to unpickle."""
-    return [_result_or_none(run._results, rank) for rank in range(len(run))]
-
-
-def _result_or_none(results: Results | None, rank: int) -> Any:
-    try:
-        return None if results is None else results.get(rank)
-    except (Exception, SystemExit):  # what a result's classes do when they are remade
-        return None
+    results, found = run._results, [None] * len(run)
+    if results is not None:
+        for rank in range(len(run)):
+            # What a result's classes do when they are remade.
+            with contextlib.suppress(Exception, SystemExit):
+                found[rank] = results.get(rank)
+    return found

@@ -283,7 +283,7 @@ class LaunchedContext(RankContext):
         self._next_memory = 0.0
         # Each call of a session says it anew.
         self._about = ""
-        self.begin_call(0, has_group=False)
+        self.begin_call(wire.BeginCall(payload=wire.Packet(), grace=0.0), has_group=False)
         # Within a call it is kept; between calls it is the user's to drop.
         self._training: Training | None = None
         self._any_training: weakref.ref[Training] | None = None
@@ -301,19 +301,11 @@ class LaunchedContext(RankContext):
         """
         return os.getpid() == self._pid
 
-    def begin_call(
-        self,
-        number: int,
-        *,
-        has_group: bool,
-        grace: float = 0.0,
-        resume: str = "",
-        knobs: Mapping[str, wire.KnobValue] | None = None,
-    ) -> None:
-        self.call = number
+    def begin_call(self, message: wire.BeginCall, *, has_group: bool) -> None:
+        self.call = message.call
         self.made_group = has_group
         self.lost_group = self.left_with_all = self.is_stepping = False
-        self._grace = grace
+        self._grace = message.grace
         self._step_seconds, self._step_began = 0.0, time.monotonic()
         # How many batches were given before the pass, and its length, as the board has them.
         self._pass: tuple[int, int | None] = (0, None)
@@ -322,7 +314,7 @@ class LaunchedContext(RankContext):
         self._step_times: list[int] = []
         self._did = 0
         self._saves_at: tuple[int, int, int] | None = None
-        self.resume_from, self.first_knobs = resume, dict(knobs or {})
+        self.resume_from, self.first_knobs = message.resume, message.knobs
         self.knobs, self.knobs_made, self.save_here = {**self.first_knobs}, {}, None
         self._warnings: set[str] = set()
         self._say_about(self._about)

@@ -56,18 +56,18 @@ class _HasDescriptor(Protocol):
 
 
 def is_readable(
-    source: int | _HasDescriptor, seconds: float | None = 0.0, *, or_writable: bool = False
+    source: int | _HasDescriptor, seconds: float = 0.0, *, or_writable: bool = False
 ) -> bool:
     """Wait until a descriptor can be read or its other end was closed; return False on a time-out.
 
     It uses poll(2), which works even if no more files can be opened; epoll would open a descriptor.
 
     Args:
-        seconds: how long to wait; 0 does not wait, None waits without a limit.
+        seconds: how long to wait; 0 does not wait.
     """
     poll = select.poll()
     poll.register(source, select.POLLIN | (select.POLLOUT if or_writable else 0))
-    return bool(poll.poll(None if seconds is None else 1000 * seconds))
+    return bool(poll.poll(1000 * seconds))
 
 
 # Of <sys/prctl.h> and <stdio.h>, which Python has no names for.

@@ -48,7 +48,9 @@ class Rank:
         self.context = LaunchedContext(
             run="r", send=lambda _: None, board=board, local_world_size=RANKS_EACH, **numbers
         )
-        self.context.begin_call(1, has_group=False)
+        self.context.begin_call(
+            wire.BeginCall(call=1, payload=wire.Packet(), grace=0.0), has_group=False
+        )
         self.context.knobs_made["x"] = Recorder(self)
         self.record: list[tuple[int, object]] = []
         self.num_batches = self.num_steps = 0

@@ -309,12 +309,9 @@ class Agent:
         return [rank for rank in self._in_call() if not self._is_reached(rank)]
 
     def _is_reached(self, rank: RankProcess) -> bool:
-        is_aligning = self._ending.stage == Stage.ALIGN
-        return self._is_aligned(rank) if is_aligning else bool(rank.row.leaving)
-
-    def _is_aligned(self, rank: RankProcess) -> bool:
-        """Return whether the rank has left at the point to which an interrupt brought all ranks."""
-        return rank.row.seen_interrupt == self._call
+        if self._ending.stage == Stage.ALIGN:
+            return rank.row.seen_interrupt == self._call
+        return bool(rank.row.leaving)
 
     def _are_stuck(self, now: float, *, since: float) -> bool:
         """Return whether none of the ranks that a stop has not reached makes progress."""
@@ -386,7 +383,16 @@ class Agent:
     def _handle_message_of_call(self, message: wire.Message) -> None:
         now = time.monotonic()
         if isinstance(message, wire.Act):
-            self._act(message, now)
+            is_pause = msgspec.msgpack.decode(message.content, type=wire.Action).kind == "pause"
+            refused = ""
+            on_devices = sum(rank.row.device_memory for rank in self._in_call())
+            if is_pause and on_devices > (free := free_memory()):
+                refused = (
+                    f"{on_devices / 2**30:.1f} GB on the devices would have to go to the memory of "
+                    f"the host, which has {free / 2**30:.1f} GB free: save() and stop(), or free "
+                    "memory"
+                )
+            self._acting.ask(message, is_pause=is_pause, refused=refused, now=now)
         elif isinstance(message, wire.ActAt):
             if message.number == STOP:
                 self._stopping_since = now
@@ -403,17 +409,6 @@ class Agent:
             if isinstance(message, wire.Stop) and self._ending is before:
                 # Answered in any case: by that the kernel knows that this agent lives.
                 self._post_of_call(wire.PointReached, number=STOP)
-
-    def _act(self, message: wire.Act, now: float) -> None:
-        is_pause = msgspec.msgpack.decode(message.content, type=wire.Action).kind == "pause"
-        refused = ""
-        on_devices = sum(rank.row.device_memory for rank in self._in_call())
-        if is_pause and on_devices > (free := free_memory()):
-            refused = (
-                f"{on_devices / 2**30:.1f} GB on the devices would have to go to the memory of the "
-                f"host, which has {free / 2**30:.1f} GB free: save() and stop(), or free memory"
-            )
-        self._acting.ask(message, is_pause=is_pause, refused=refused, now=now)
 
     def _begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
         if message.group_generation != self._group_generation:
@@ -511,8 +506,13 @@ class Agent:
             self._post(wire.Metrics, call=self._call, metrics=metrics)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
-        if isinstance(message, wire.RankReady):
-            self._note_process(rank, message)
+        if isinstance(message, wire.RankReady) and message.process != rank.pid:
+            # It runs in another process than the one that was started: that is watched.
+            self._unwatch(rank.exit_fd)
+            host = next((one for one in self.ranks if one.rank == message.host), rank)
+            rank.move(message.process, host)
+            self._watch(rank.exit_fd, partial(self.ended.append, rank))
+            self._post_pids()
         if isinstance(message, wire.CallStarted):
             rank.has_started = True
             self._ending = self._ending.begun(now=time.monotonic())
@@ -534,16 +534,6 @@ class Agent:
         if message.kind in ("exception", "exit", "lost peer"):
             self._rank_failed()
         return message
-
-    def _note_process(self, rank: RankProcess, message: wire.RankReady) -> None:
-        """Watch the process that the rank runs in, if it is not the process that was started."""
-        if message.process == rank.pid:
-            return
-        self._unwatch(rank.exit_fd)
-        host = next((one for one in self.ranks if one.rank == message.host), rank)
-        rank.move(message.process, host)
-        self._watch(rank.exit_fd, partial(self.ended.append, rank))
-        self._post_pids()
 
     def _rank_failed(self) -> None:
         """Begin to end the call on the other ranks, since a rank of this agent failed.
@@ -646,7 +636,7 @@ class Agent:
                 rank.clock.stop_asked()
         elif stage == Stage.INTERRUPT:
             for rank in self._in_call():
-                if not self._is_aligned(rank):
+                if rank.row.seen_interrupt != self._call:  # at the point to which it was brought
                     rank.interrupt()
         elif stage == Stage.DISCONNECT:
             for rank in self._in_call():

@@ -100,7 +100,14 @@ class Gauges:
         self._next = now + _READ_SECONDS
         # A process that has just ended has nothing to read; this one may have no descriptor left.
         with contextlib.suppress(psutil.Error, OSError):
-            self._read_process()
+            process, self._process = self._process, self._process or psutil.Process(self._pid)
+            with self._process.oneshot():
+                if memory := self._process.memory_info().rss:
+                    self.measured["memory"] = memory
+                self.measured["is_suspended"] = self._process.status() in _SUSPENDED
+                cpu = self._process.cpu_percent()
+            if process is not None:  # the first reading is of no time
+                self.measured["cpu"] = round(cpu)
         is_reading = self._reading is not None and self._reading.is_alive()
         if self.nvidia is not None and not is_reading:
             self._reading = threading.Thread(
@@ -111,16 +118,6 @@ class Gauges:
             )
             self._reading.start()
 
-    def _read_process(self) -> None:
-        process, self._process = self._process, self._process or psutil.Process(self._pid)
-        with self._process.oneshot():
-            if memory := self._process.memory_info().rss:
-                self.measured["memory"] = memory
-            self.measured["is_suspended"] = self._process.status() in _SUSPENDED
-            cpu = self._process.cpu_percent()
-        if process is not None:  # the first reading is of no time
-            self.measured["cpu"] = round(cpu)
-
     def _read_device(self, nvidia: str) -> None:
         nvml = _nvml()
         if nvml is None:
@@ -128,7 +125,17 @@ class Gauges:
             return
         try:
             if self._handle is None:
-                self._handle = self._find_device(nvml, nvidia)
+                if not nvidia.isdigit():
+                    self._handle = nvml.nvmlDeviceGetHandleByUUID(nvidia)
+                else:
+                    numbers = range(nvml.nvmlDeviceGetCount())
+                    handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
+                    names = {nvml.nvmlDeviceGetName(one) for one in handles}
+                    # Devices of one kind are equally fast, so that CUDA's order is that of their
+                    # slots, too.
+                    if not self._is_pci_order and len(names) > 1:
+                        raise LookupError("which of NVML's devices is meant is not known")
+                    self._handle = handles[int(nvidia) % len(handles)]
                 name = nvml.nvmlDeviceGetName(self._handle)
                 self.measured["device"] = name.decode() if isinstance(name, bytes) else name
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
@@ -145,14 +152,3 @@ class Gauges:
         with contextlib.suppress(Exception):  # it is not known of a part of a device (MIG)
             use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         self.measured["device_use"] = use
-
-    def _find_device(self, nvml: Any, nvidia: str) -> Any:
-        if not nvidia.isdigit():
-            return nvml.nvmlDeviceGetHandleByUUID(nvidia)
-        handles = [
-            nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())
-        ]
-        # Devices of one kind are equally fast, so that CUDA's order is that of their slots, too.
-        if not self._is_pci_order and len({nvml.nvmlDeviceGetName(one) for one in handles}) > 1:
-            raise LookupError("which of NVML's devices is meant is not known")
-        return handles[int(nvidia) % len(handles)]

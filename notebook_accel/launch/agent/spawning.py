@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from notebook_accel import tpu, wire
+from notebook_accel import tpu
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.agent.rank_process import RankProcess
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
@@ -113,7 +113,15 @@ def _lead(inherited: dict[int, Inherited], told: int, unneeded: Sequence[int]) -
     context: Any = mp.get_context("fork")
     context.Process = _HostProcess
     try:
-        _import_torch_xla(first.launch)
+        os.environ.clear()
+        os.environ.update(first.launch.environment)
+        for name in tpu.LEFTOVERS:
+            # torch_xla keeps what it finds, and would start fewer ranks than there are devices.
+            os.environ.pop(name, None)
+        enter_notebook(first.launch)
+        import_module("torch_xla")
+        for name in filter(None, os.environ.get(_MODULES, "").split(",")):
+            import_module(name)
         xmp = import_module("torch_xla.distributed.xla_multiprocessing")
         # With 1 torch_xla takes one device and no other process; it knows no other number.
         xmp.spawn(_run_rank, nprocs=1 if len(inherited) == 1 else None, start_method="fork")
@@ -122,18 +130,6 @@ def _lead(inherited: dict[int, Inherited], told: int, unneeded: Sequence[int]) -
     except Exception as error:  # whatever it is, the first call of each rank tells of it
         _serve_failing(error)
     sys.exit(_host.finish())
-
-
-def _import_torch_xla(launch: wire.Launch) -> None:
-    os.environ.clear()
-    os.environ.update(launch.environment)
-    for name in tpu.LEFTOVERS:
-        # torch_xla keeps what it finds, and would start fewer ranks than there are devices.
-        os.environ.pop(name, None)
-    enter_notebook(launch)
-    import_module("torch_xla")
-    for name in filter(None, os.environ.get(_MODULES, "").split(",")):
-        import_module(name)
 
 
 def _run_rank(ordinal: int) -> None:

@@ -119,6 +119,8 @@ class Call:
         self.handle = new.handle
         self.results = results
         self.ended = Latch()
+        # ipykernel 7.0 needs the context of the cell for displays from a thread.
+        self._context = contextvars.copy_context()
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -160,6 +162,13 @@ class Call:
 
     def kill(self) -> None:
         """Kill the ranks now."""
+
+    def conclude(self) -> None:
+        """Show the end of the call, whose state is the final one, and set ``ended``."""
+        self._context.run(self.view.close, self.state)
+        # From here on only handles keep results.
+        self.curves = self.results = None
+        self.ended.set()
 
     # ---- at a common point of all ranks --------------------------------------------------------
 
@@ -276,8 +285,6 @@ class RankCall(Call):
         self._num_stops = 0
         self._next_draw = 0.0
         self._drawn: RunState | None = None
-        # ipykernel 7.0 needs the context of the cell for displays from a thread.
-        self._context = contextvars.copy_context()
 
     # ---- what the handle asks --------------------------------------------------------------
 
@@ -388,7 +395,14 @@ class RankCall(Call):
     def move_to(self, pool: RankPool) -> None:
         """Send the call to other ranks, which take the place of those before."""
         try:
-            self._renew(pool)
+            with self._state_lock:
+                self._pool = pool
+                assert self.results is not None, "the run has not ended"
+                self.results.clear()
+                self._hangs = HangWatch(self._labels)
+                fresh = starting(run="", name="", world_size=len(pool.processes), started=0.0)
+                status = "stopping" if self._is_stopped else "starting"
+                self.state = replace(self.state, ranks=fresh.ranks, hang=None, status=status)
             self._send(pool)
         except BaseException:
             pool.kill()
@@ -506,7 +520,14 @@ class RankCall(Call):
         if now < self._next_draw:
             return
         self._next_draw = now + _DRAW_SECONDS
-        self._heed_others()
+        # What another process has asked for.
+        how, _, seconds = self.folder.take("stop").partition(" ")
+        if how == "kill":
+            self.kill()
+        elif how == "interrupt":
+            self.press(1)
+        elif how:
+            self.stop(float(seconds) if seconds else None)
         if self.state.checkpoint != self._noted_checkpoint:  # should this kernel be killed
             self._noted_checkpoint = self.state.checkpoint
             self.folder.save(self.state)
@@ -518,16 +539,6 @@ class RankCall(Call):
             self._pool.send(wire.DumpStacks(run=self._pool.run))
         if self.state is not self._drawn:
             self._view_state()
-
-    def _heed_others(self) -> None:
-        """End the call if another process has asked for it in the run's folder."""
-        how, _, seconds = self.folder.take("stop").partition(" ")
-        if how == "kill":
-            self.kill()
-        elif how == "interrupt":
-            self.press(1)
-        elif how:
-            self.stop(float(seconds) if seconds else None)
 
     def _time_out(self) -> None:
         """Take the next step to end the call after its timeout.
@@ -562,9 +573,7 @@ class RankCall(Call):
             self._fail_by(error)
         finally:
             self._close(self.state.status)
-            self._context.run(self.view.close, self.state)
-            self.curves = None
-            self.ended.set()
+            self.conclude()
 
     def _begins_again(self, lost: Sequence[AgentEnd]) -> bool:
         """Restart the ranks if the call failed and a restart is left; return whether it did."""
@@ -596,17 +605,6 @@ class RankCall(Call):
     def _view_state(self) -> None:
         self._drawn = self.state
         self._context.run(self.view.update, self.state)
-
-    def _renew(self, pool: RankPool) -> None:
-        """Switch to ``pool``, the restarted ranks: reset their states, drop results and hang."""
-        with self._state_lock:
-            self._pool = pool
-            assert self.results is not None, "the run has not ended"
-            self.results.clear()
-            self._hangs = HangWatch(self._labels)
-            fresh = starting(run="", name="", world_size=len(pool.processes), started=0.0)
-            status = "stopping" if self._is_stopped else "starting"
-            self.state = replace(self.state, ranks=fresh.ranks, hang=None, status=status)
 
     def _fail_by(self, error: Exception) -> None:
         """Set the final state to "failed", since judging the run's end raised ``error``."""

@@ -1,6 +1,6 @@
 """Explain a hang: from the stacks of silent ranks, find which ranks wait for which others.
 
-    stack dump of each rank --read_stack--> RankStack --at_waits--> RankStack --find_hang--> Hang
+    stack dump of each rank --read_stack--> RankStack --at_wait--> RankStack --find_hang--> Hang
     its newest collectives --differences, waits----------^
 
 Stacks show what a rank waits for on its host. Where it waits for its device, behind a collective
@@ -27,7 +27,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.launch.control.run_state import Hang, RankState, RunState
@@ -108,16 +107,8 @@ def read_stack(rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | No
     )
 
 
-def at_waits(
-    stacks: Sequence[RankStack], waits: Mapping[int, wire.Collective], labels: Mapping[str, str]
-) -> list[RankStack]:
-    """Return the stacks, with ranks that wait for others at the collective that they began."""
-    return [
-        _at(stack, waits[stack.rank], labels) if stack.rank in waits else stack for stack in stacks
-    ]
-
-
-def _at(stack: RankStack, begun: wire.Collective, labels: Mapping[str, str]) -> RankStack:
+def at_wait(stack: RankStack, begun: wire.Collective, labels: Mapping[str, str]) -> RankStack:
+    """Return where a rank is that waits for others in the collective that it began."""
     frames = begun.frames
     index = _own_index(frames, labels)
     of_stack = _operation(frames[:index], is_idle=True) if begun.peer is None else ""
@@ -137,7 +128,7 @@ def text_of_difference(
     by_rank = {stack.rank: stack for stack in stacks}
     for rank, begun in found.begun.items():
         if rank in by_rank:
-            at = _at(by_rank[rank], begun, labels)
+            at = at_wait(by_rank[rank], begun, labels)
             sizes = f" of {begun.sizes[:_MAX_SIZES]}" if begun.sizes.strip("[] ") else ""
             alike.setdefault((f"{begun.operation}{sizes}", at.own_line), []).append(rank)
     several = len(alike) > 1
@@ -480,7 +471,11 @@ class HangWatch:
         where_they_differ = (
             text_of_difference(found_first[0], stacks, self._labels) if found_first else ""
         )
-        stacks = at_waits(stacks, waits(self._begun, found_first), self._labels)
+        begun = waits(self._begun, found_first)
+        stacks = [
+            at_wait(one, begun[one.rank], self._labels) if one.rank in begun else one
+            for one in stacks
+        ]
         found = self._find(stacks, state, now, where_they_differ)
         where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
         is_same, self._before = where == self._before, where
@@ -516,15 +511,9 @@ def _with_hang(state: RunState, hang: Hang | None) -> RunState:
 def _has_moved(before: RankState, rank: RankState) -> bool:
     """Return whether a rank made progress or printed something between two of its states."""
     has_said = before.metrics is not rank.metrics or before.displays is not rank.displays
-    if has_said or _counts(before) != _counts(rank):
+    counts = [(one.status, one.batches, one.steps, one.log_end) for one in (before, rank)]
+    if has_said or counts[0] != counts[1]:
         return True
     # A bar that is only drawn again, as tqdm does now and then, says nothing new.
-    return before.bars is not rank.bars and _bars(before) != _bars(rank)
-
-
-def _counts(rank: RankState) -> tuple[Any, ...]:
-    return (rank.status, rank.batches, rank.steps, rank.log_end)
-
-
-def _bars(rank: RankState) -> list[tuple[Any, ...]]:
-    return [(bar.bar, bar.n, bar.closed, bar.name) for bar in rank.bars]
+    bars = [[(bar.bar, bar.n, bar.closed, bar.name) for bar in one.bars] for one in (before, rank)]
+    return bars[0] != bars[1]

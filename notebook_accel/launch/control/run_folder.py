@@ -158,8 +158,24 @@ class RunFolder:
         Runs that a live kernel uses are kept. Of all others the newest are kept: at most 49 (50
         with this one), of at most 2 GB together. An error is ignored: a later launch tries again.
         """
+        root = self.path.parent
         with contextlib.suppress(OSError, LaunchError):
-            _remove_old(self.path.parent, beside=self)
+            # Lock files of kernels that died more than a day ago: a new one may not be locked yet.
+            for entry in os.scandir(root):
+                found = entry.stat(follow_symlinks=False)
+                is_old = found.st_mtime < time.time() - _DAY_SECONDS
+                is_own = found.st_uid == os.geteuid() and _KERNEL.fullmatch(entry.name)
+                if is_old and is_own and not _is_locked(Path(entry.path)):
+                    os.unlink(entry.path)
+            kept, num_bytes = 1, 0  # this run is among those that stay
+            for folder in reversed(run_folders(root)):
+                if folder.id == self.id or folder.is_held:
+                    continue
+                size = _size(folder.path)
+                if kept == _KEPT_RUNS or num_bytes + size > _KEPT_BYTES:
+                    folder.remove()  # one that is too large takes no place of older, small ones
+                else:
+                    kept, num_bytes = kept + 1, num_bytes + size
 
     @property
     def is_held(self) -> bool:
@@ -448,25 +464,6 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def _remove_old(root: Path, *, beside: RunFolder) -> None:
-    """Remove lock files of dead kernels older than a day, and old runs that no live kernel uses."""
-    for entry in os.scandir(root):
-        # A new one may not be locked yet.
-        found = entry.stat(follow_symlinks=False)
-        is_old = found.st_mtime < time.time() - _DAY_SECONDS and found.st_uid == os.geteuid()
-        if is_old and _KERNEL.fullmatch(entry.name) and not _is_locked(Path(entry.path)):
-            os.unlink(entry.path)
-    kept, num_bytes = 1, 0  # the new run will be among those that stay
-    for folder in reversed(run_folders(root)):
-        if folder.id == beside.id or folder.is_held:
-            continue
-        size = _size(folder.path)
-        if kept == _KEPT_RUNS or num_bytes + size > _KEPT_BYTES:
-            folder.remove()  # one that is too large takes no place of older, small ones
-        else:
-            kept, num_bytes = kept + 1, num_bytes + size
 
 
 def _size(folder: Path) -> int:

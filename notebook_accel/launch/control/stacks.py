@@ -48,9 +48,15 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
     Args:
         text: the dump of all threads of one process.
     """
-    found = (each for each in _threads(text) if not any(map(_WAITS_FOR_AGENT.match, each)))
+    # A head line for each thread, and its frames.
+    found: list[list[str]] = []
+    for line in text.splitlines():
+        if not line.startswith("  ") and line:
+            found.append([line])
+        elif found and line:
+            found[-1].append(line)
     threads = sorted(
-        found,
+        (each for each in found if not any(map(_WAITS_FOR_AGENT.match, each))),
         key=lambda lines: (
             not any(map(_CALLER.match, lines)),
             not lines[0].startswith("Current thread"),
@@ -66,17 +72,6 @@ def crash_text(text: str, labels: Mapping[str, str]) -> str:
     frames = frames_of_function(text)
     lines = (f'  File "{each.file}", line {each.line} in {each.function}' for each in frames)
     return name_cells("\n".join(lines), labels)
-
-
-def _threads(text: str) -> list[list[str]]:
-    """Split a dump into threads, each a list of lines that begins with the thread's head line."""
-    threads: list[list[str]] = []
-    for line in text.splitlines():
-        if not line.startswith("  ") and line:
-            threads.append([line])
-        elif threads and line:
-            threads[-1].append(line)
-    return threads
 
 
 def frames_of_function(text: str) -> list[Frame]:

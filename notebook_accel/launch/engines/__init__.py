@@ -30,7 +30,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar
 
 from notebook_accel import tpu
@@ -39,6 +38,7 @@ from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall
 
@@ -100,9 +100,6 @@ class Engine(ABC):
         """Return how many ranks are expected if ``plan_ranks`` waits for machines, else 0."""
         return 0
 
-    def num_ranks_here(self, request: LaunchRequest) -> int:
-        return self.plan_ranks(request).world_size
-
     @abstractmethod
     def begin(
         self, plan: RankPlan, packed: PackedCall | None, new: NewCall
@@ -116,10 +113,8 @@ class Engine(ABC):
             packed: the pickled function with its arguments; None if ``starts_ranks`` is False.
         """
 
-    def start_ranks(
-        self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
-    ) -> RankPool:
-        """Start ranks that wait for calls, and return their pool.
+    def start_ranks(self, request: LaunchRequest, plan: RankPlan, folder: RunFolder) -> RankPool:
+        """Start ranks that wait for calls and print into files of ``folder``; return their pool.
 
         The caller must start the pool's thread, which listens to the ranks (``RankPool.start``).
         """

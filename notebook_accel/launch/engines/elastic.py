@@ -37,7 +37,6 @@ from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork
 from notebook_accel.launch.engines.machines import (
     JoinedMachine,
     MachinesEngine,
-    MachineServer,
     interface_of,
     interface_variables,
     notices_of,
@@ -92,21 +91,12 @@ class ElasticEngine(MachinesEngine):
     def warm_up(self, request: LaunchRequest) -> None:
         self._here.warm_up(request)
 
-    def num_ranks_here(self, request: LaunchRequest) -> int:
-        return self._here.plan_ranks(request).world_size
-
     def num_awaited(self, config: LaunchConfig) -> int:
         return config.num_nodes * (config.num_processes or 1) if config.num_nodes > 1 else 0
 
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
-        config = request.config
-        wanted = config.num_nodes - 1
-        if not wanted:
-            return self._plan_on([], request)
-        server = self._server
-        if server is None:
-            server = self._listen(config.master_addr or "", config.use_port or 0, wanted)
-        return self._plan_on(self._gather(server, request, wanted), request)
+        wanted = request.config.num_nodes - 1
+        return self._plan_on(self._gather(request, wanted) if wanted else [], request)
 
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
         config, self._machines = request.config, machines
@@ -127,66 +117,57 @@ class ElasticEngine(MachinesEngine):
         plan = RankPlan.of_sizes(here.world_size, *sizes, environment=common)
         return replace(plan, notices=notices_of(self._machines))
 
-    def _gather(
-        self, server: MachineServer, request: LaunchRequest, wanted: int
-    ) -> list[JoinedMachine]:
+    def _gather(self, request: LaunchRequest, wanted: int) -> list[JoinedMachine]:
         """Wait until the other machines have joined; an interrupt ends the wait."""
-        host = request.config.master_addr
-        if not has_other_nodes(os.environ, wanted):
+        host, nodes = request.config.master_addr, None
+        server = self._listen(host or "", request.config.use_port or 0, wanted)
+        if has_other_nodes(os.environ, wanted):
+            address = f"{host or os.environ['SLURMD_NODENAME']}:{server.port}"
+            join_it = [sys.executable, "-m", "notebook_accel", "join", address]
+            nodes = OtherNodes(join_it, wanted, {"NOTEBOOK_ACCEL_JOIN_TOKEN": str(server.token)})
+            how = ", which srun starts"
+        else:
             host, *others = [host] if host else own_addresses()
             also = f"\n(other addresses of this machine: {', '.join(others)})" if others else ""
-            command = (
-                f"NOTEBOOK_ACCEL_JOIN_TOKEN={server.token} notebook-accel join {host}:{server.port}"
+            how = (
+                f". Run there:\n    NOTEBOOK_ACCEL_JOIN_TOKEN={server.token} notebook-accel join "
+                f"{host}:{server.port}{also}"
             )
-            return self._await(server, request, wanted, f". Run there:\n    {command}{also}")
-        address = f"{host or os.environ['SLURMD_NODENAME']}:{server.port}"
-        join_it = [sys.executable, "-m", "notebook_accel", "join", address]
-        nodes = OtherNodes(join_it, wanted, {"NOTEBOOK_ACCEL_JOIN_TOKEN": str(server.token)})
+        said, deadline = None, time.monotonic() + _JOIN_SECONDS
         try:
-            return self._await(server, request, wanted, ", which srun starts", nodes)
+            while True:
+                machines = list(server.machines)
+                missing = wanted - len(machines)
+                joined = ", ".join(machine.who for machine in machines)
+                state = joined, server.refused
+                if state != said:
+                    said = state
+                    # Who has joined is read before any rank starts there.
+                    parts = [f"{joined} joined"] if joined else []
+                    if missing:
+                        more = f"{missing} more machine{'s' * (missing > 1)}"
+                        refused = f"\n({server.refused})" if server.refused else ""
+                        parts.append(f"waits for {more}{how}{refused}")
+                    request.view.waits_for_machines(f"{request.name}: {'; '.join(parts)}")
+                if not missing:
+                    return machines
+                if nodes is not None and nodes.said is not None:
+                    raise LaunchError(
+                        f"srun ended before {wanted} other nodes of the job had joined. It wrote:\n"
+                        f"{nodes.said.strip()[-2000:]}"
+                    )
+                if time.monotonic() >= deadline:
+                    raise LaunchError(
+                        f"{len(machines) + 1} of {wanted + 1} machines were there after "
+                        f"{_JOIN_SECONDS:g} s: launch again, and run on each other machine the "
+                        "command that is shown"
+                    )
+                request.poll()
+                time.sleep(_POLL_SECONDS)
         except BaseException:
-            nodes.end()
+            if nodes is not None:
+                nodes.end()
             raise
-
-    def _await(
-        self,
-        server: MachineServer,
-        request: LaunchRequest,
-        wanted: int,
-        how: str,
-        nodes: OtherNodes | None = None,
-    ) -> list[JoinedMachine]:
-        said = None
-        deadline = time.monotonic() + _JOIN_SECONDS
-        while True:
-            machines = list(server.machines)
-            missing = wanted - len(machines)
-            joined = ", ".join(machine.who for machine in machines)
-            state = joined, server.refused
-            if state != said:
-                said = state
-                # Who has joined is read before any rank starts there.
-                parts = [f"{joined} joined"] if joined else []
-                if missing:
-                    more = f"{missing} more machine{'s' * (missing > 1)}"
-                    refused = f"\n({server.refused})" if server.refused else ""
-                    parts.append(f"waits for {more}{how}{refused}")
-                request.view.waits_for_machines(f"{request.name}: {'; '.join(parts)}")
-            if not missing:
-                return machines
-            if nodes is not None and nodes.said is not None:
-                raise LaunchError(
-                    f"srun ended before {wanted} other nodes of the job had joined. It wrote:\n"
-                    f"{nodes.said.strip()[-2000:]}"
-                )
-            if time.monotonic() >= deadline:
-                raise LaunchError(
-                    f"{len(machines) + 1} of {wanted + 1} machines were there after "
-                    f"{_JOIN_SECONDS:g} s: launch again, and run on each other machine the command "
-                    "that is shown"
-                )
-            request.poll()
-            time.sleep(_POLL_SECONDS)
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         first, *others = plan.agents
@@ -301,7 +282,13 @@ async def _be_guest(
                 except LaunchError as error:
                     link.send(wire.MachineAgentStarted(error=str(error)))
                     continue
-                passing = await _attach(link, agent, message.directory)
+                sock = socket.socket(fileno=os.dup(agent.channel.fileno()))
+                agent.channel.close()
+                relaying = await link.attach(sock)
+                is_there = os.path.isdir(message.directory)
+                directory = message.directory if is_there else os.getcwd()
+                link.send(wire.MachineAgentStarted(directory=directory))
+                passing = asyncio.ensure_future(_report_end(link, agent, relaying))
                 say("an agent has started: the ranks here train")
             elif isinstance(message, wire.EndMachineAgent) and passing is not None:
                 link.detach()
@@ -314,24 +301,15 @@ async def _be_guest(
     return int(outcome in ("", _OUTCOMES["failed"]))
 
 
-async def _attach(
-    link: machine_link.MachineLink, agent: AgentLink, wanted: str
-) -> asyncio.Task[None]:
-    """Relay between a new agent and the notebook, in a task that ends when the agent has."""
-    directory = wanted if os.path.isdir(wanted) else os.getcwd()
-    sock = socket.socket(fileno=os.dup(agent.channel.fileno()))
-    agent.channel.close()
-    passing = await link.attach(sock)
-    link.send(wire.MachineAgentStarted(directory=directory))
-
-    async def report_end() -> None:
-        await passing
-        end = await asyncio.to_thread(agent.how_it_ended)
-        await asyncio.to_thread(agent.end)
-        assert end is not None
-        link.send(wire.MachineAgentEnded(how=end.how, traceback=end.traceback))
-
-    return asyncio.ensure_future(report_end())
+async def _report_end(
+    link: machine_link.MachineLink, agent: AgentLink, relaying: asyncio.Task[None]
+) -> None:
+    """Tell the notebook how an agent has ended, once nothing of its channel is left."""
+    await relaying
+    end = await asyncio.to_thread(agent.how_it_ended)
+    await asyncio.to_thread(agent.end)
+    assert end is not None
+    link.send(wire.MachineAgentEnded(how=end.how, traceback=end.traceback))
 
 
 def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:

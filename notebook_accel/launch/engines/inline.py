@@ -67,10 +67,7 @@ class InlineEngine(Engine):
             lost_notice = call.folder.save(call.state)
             if lost_notice:
                 call.state = apply(wire.Notice(text=lost_notice), call.state)
-            # The list of runs keeps the call for longer than the user needs the results.
-            call.results = None
-            request.view.close(call.state)
-            call.ended.set()
+            call.conclude()
 
 
 class InlineCall(Call):

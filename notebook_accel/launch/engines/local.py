@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -91,7 +90,7 @@ class AgentEngine(Engine):
             plan = self.plan_again(of_ranks)
             variables = {**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
             plan = replace(plan, environment=variables)
-            return self.start_ranks(of_ranks, plan, run=folder.id, log_dir=folder.path)
+            return self.start_ranks(of_ranks, plan, folder)
 
         with held():
             pool: RankPool
@@ -100,7 +99,7 @@ class AgentEngine(Engine):
                 grace = request.config.grace
                 pool = WaitingPool(start, plan.world_size, run=folder.id, grace=grace)
             else:
-                pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
+                pool = self.start_ranks(request, plan, folder)
             again = start_again if request.config.max_restarts else None
             call = RankCall(pool, packed, new, start_again=again, close=self.close)
             with call.sent(last=True):
@@ -113,29 +112,29 @@ class AgentEngine(Engine):
         view = _NoticesOfWait(waiting)
         plan = self.plan_ranks(replace(request, view=view, poll=waiting.poll))
         waiting.late_call.show_notices(*plan.notices)
-        return self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
+        return self.start_ranks(request, plan, folder)
 
-    def start_ranks(
-        self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
-    ) -> RankPool:
+    def start_ranks(self, request: LaunchRequest, plan: RankPlan, folder: RunFolder) -> RankPool:
         num_threads = num_threads_of(request.environment, plan.world_size)
         of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
         # Without each agent's ranks.
         message = wire.Launch(
-            run=run,
+            run=folder.id,
             world_size=plan.world_size,
             ranks=(),
             environment=rank_environment(request.config, of_engine=of_engine),
             directory=os.getcwd(),
             path=tuple(import_path()),
-            log_dir=str(log_dir),
+            log_dir=str(folder.path),
             num_threads=num_threads,
             start_method=self.start_method,
         )
         with held():
-            links = self.start_agents(request, plan, run=run)
+            links = self.start_agents(request, plan, run=folder.id)
             try:
-                pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
+                pool = RankPool(
+                    links, run=folder.id, grace=request.config.grace, log_dir=folder.path
+                )
                 for link in links:
                     own = {"ranks": link.ranks, **link.launch_fields}
                     pool.send(msgspec.structs.replace(message, **own), to=[link])

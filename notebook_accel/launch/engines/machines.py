@@ -20,8 +20,7 @@ import sys
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -102,7 +101,7 @@ class JoinedMachine:
     def start_agent(
         self,
         ranks: tuple[int, ...],
-        fields: Callable[[str], Mapping[str, Any]],
+        fields: Mapping[str, Any],
         imports: tuple[wire.ImportItem, ...],
         *,
         run: str,
@@ -111,12 +110,11 @@ class JoinedMachine:
             raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
         ours, theirs = socket.socketpair()
         try:
-            of_ranks = fields(os.getcwd())
             request = wire.StartMachineAgent(
                 run=run,
                 directory=os.getcwd(),
-                environment=of_ranks["environment"],
-                path=of_ranks["path"],
+                environment=fields["environment"],
+                path=fields["path"],
                 imports=imports,
             )
             answer = machine_link.await_from_thread(self._start(theirs, request), _AGENT_SECONDS)
@@ -131,7 +129,7 @@ class JoinedMachine:
             ranks=ranks,
             how_it_ended=self._how_it_ended,
             kill=self._kill_agent,
-            launch_fields=fields(answer.directory),
+            launch_fields={**fields, "directory": answer.directory},
         )
 
     async def _start(
@@ -371,7 +369,7 @@ class MachinesEngine(AgentEngine):
         imports = followed() if may_have_libraries(request) else ()
         try:
             for machine, ranks in zip(self._machines, plan.agents[len(links) :], strict=True):
-                fields = partial(_fields_of_launch, machine.info, request, plan, len(ranks))
+                fields = _fields_of_launch(machine.info, request, plan, len(ranks))
                 links.append(machine.start_agent(ranks, fields, imports, run=run))
         except BaseException:
             abandon(links)
@@ -405,13 +403,9 @@ def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, 
 
 
 def _fields_of_launch(
-    info: wire.MachineJoined,
-    request: LaunchRequest,
-    plan: RankPlan,
-    num_ranks: int,
-    directory: str,
+    info: wire.MachineJoined, request: LaunchRequest, plan: RankPlan, num_ranks: int
 ) -> dict[str, Any]:
-    """Return the fields of ``wire.Launch`` that differ on another machine."""
+    """Return the fields of ``wire.Launch`` that differ on another machine, but its directory."""
     # Cells may have set variables here for the ranks, so ranks on other machines get them, too.
     before = psutil.Process().environ()
     kept = kept_environment().items()
@@ -435,7 +429,6 @@ def _fields_of_launch(
     mine = [entry for entry in import_path() if not entry.startswith(installed)]
     return {
         "environment": rank_environment(request.config, of_engine=of_engine, base=of_machine),
-        "directory": directory,
         "path": tuple(dict.fromkeys([*mine, *info.path])),
         "num_threads": num_threads,
         "log_dir": None,

@@ -51,9 +51,6 @@ class RayEngine(MachinesEngine):
         super().__init__()
         self._actors: list[Any] = []
 
-    def num_ranks_here(self, request: LaunchRequest) -> int:
-        return 0
-
     def num_awaited(self, config: LaunchConfig) -> int:
         return config.num_processes or 1
 

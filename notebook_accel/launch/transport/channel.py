@@ -312,28 +312,21 @@ class Channel:
     def _parse(self) -> Iterator[tuple[wire.Message, list[int]]]:
         try:
             while not isinstance(self._end, ProtocolError):
-                body, num_fds = self._next_frame()
-                if body is None:
+                if len(self._incoming) < _HEADER.size:
                     return
+                length, num_fds = _HEADER.unpack_from(self._incoming)
+                if length > _MAX_FRAME or num_fds > _MAX_FDS:
+                    raise ProtocolError(f"a frame of {length} bytes and {num_fds} descriptors came")
+                end = _HEADER.size + length
+                if len(self._incoming) < end:
+                    return
+                body = bytes(memoryview(self._incoming)[_HEADER.size : end])
+                del self._incoming[:end]
                 yield from self._deliver(decode(body), num_fds)
         except msgspec.MsgspecError as error:
             self._end = ProtocolError(f"what came is no message: {error}")
         except ProtocolError as error:
             self._end = error
-
-    def _next_frame(self) -> tuple[bytes | None, int]:
-        """Return the next frame's message as bytes, and its number of descriptors."""
-        if len(self._incoming) < _HEADER.size:
-            return None, 0
-        length, num_fds = _HEADER.unpack_from(self._incoming)
-        if length > _MAX_FRAME or num_fds > _MAX_FDS:
-            raise ProtocolError(f"a frame of {length} bytes and {num_fds} descriptors came")
-        end = _HEADER.size + length
-        if len(self._incoming) < end:
-            return None, 0
-        body = bytes(memoryview(self._incoming)[_HEADER.size : end])
-        del self._incoming[:end]
-        return body, num_fds
 
     def _deliver(
         self, message: wire.Message, num_fds: int

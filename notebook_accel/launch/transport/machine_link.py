@@ -282,7 +282,10 @@ class MachineLink:
         watching = asyncio.ensure_future(self._watch())
         try:
             while True:
-                kind, data = await self._read()
+                kind, length = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+                if length > _MAX_FRAME:
+                    raise EOFError("what came is no frame")
+                data = await self._reader.readexactly(length)
                 if kind == _MESSAGE:
                     take(decode(data))
                 elif kind == _DATA and self._local is not None:
@@ -295,12 +298,6 @@ class MachineLink:
             watching.cancel()
             self.detach()
             self.close()
-
-    async def _read(self) -> tuple[bytes, bytes]:
-        kind, length = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
-        if length > _MAX_FRAME:
-            raise EOFError("what came is no frame")
-        return kind, await self._reader.readexactly(length)
 
     async def _watch(self) -> None:
         """Abort the connection once the other system has not acknowledged data for five seconds.

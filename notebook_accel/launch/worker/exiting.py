@@ -50,7 +50,13 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
     of_python.run_exit_functions()
     # Before its workers get a signal: if a worker dies with a lock, its pool waits for it for ever.
     of_python.run_finalizers()
-    _end_children()
+    if processes.has_children():
+        children = [child for child in psutil.Process().children() if not _is_tracker(child)]
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.terminate()
+        psutil.wait_procs(children, timeout=_CHILDREN_SECONDS)
+        processes.kill_tree(child.pid for child in psutil.Process().children())
     # Python 3.13 registers this with `atexit`, which the rank has cleared; others call it later.
     of_python.end_multiprocessing()
 
@@ -63,17 +69,6 @@ def _give_up(code: int, notice: Callable[[str], None]) -> None:
         telling.join(_TELL_SECONDS)
     processes.kill_tree(child.pid for child in psutil.Process().children())
     os._exit(code)
-
-
-def _end_children() -> None:
-    if not processes.has_children():
-        return
-    children = [child for child in psutil.Process().children() if not _is_tracker(child)]
-    for child in children:
-        with contextlib.suppress(psutil.Error):
-            child.terminate()
-    psutil.wait_procs(children, timeout=_CHILDREN_SECONDS)
-    processes.kill_tree(child.pid for child in psutil.Process().children())
 
 
 def _is_tracker(child: psutil.Process) -> bool:

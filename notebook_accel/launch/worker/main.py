@@ -393,13 +393,7 @@ class Worker:
             self._drop_group()
         os.environ["MASTER_PORT"] = str(message.master_port)
         torch_fixes.meet_at_one_store(message.master_port)
-        self.context.begin_call(
-            message.call,
-            has_group=this_rank.has_process_group(),
-            grace=message.grace,
-            resume=message.resume,
-            knobs=message.knobs,
-        )
+        self.context.begin_call(message, has_group=this_rank.has_process_group())
         self.row.is_asynchronous = groups.are_asynchronous()
         if line := torch_fixes.untold():
             self.context.notice(line)

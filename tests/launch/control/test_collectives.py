@@ -11,7 +11,7 @@ from notebook_accel import wire
 from notebook_accel.launch.control.hang import (
     HangWatch,
     RankStack,
-    at_waits,
+    at_wait,
     differences,
     text_of_difference,
     waits,
@@ -113,7 +113,11 @@ def test_only_the_ranks_of_a_group_are_waited_for() -> None:
 
 def placed(answers: dict[int, Any], num_ranks: int = 2) -> list[tuple[str, str]]:
     waiting = waits(answers, differences(answers, num_ranks))
-    found = at_waits(stacks(num_ranks), waiting, {CELL: "Cell In[4]"})
+    labels = {CELL: "Cell In[4]"}
+    found = [
+        at_wait(one, waiting[one.rank], labels) if one.rank in waiting else one
+        for one in stacks(num_ranks)
+    ]
     return [(one.operation, one.own_line.removeprefix("Cell In[4], ")) for one in found]
 
 

@@ -10,10 +10,11 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.pool import AgentLink
+from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.engines import RankPlan, local
 from notebook_accel.launch.engines.local import AgentEngine
 from notebook_accel.launch.launch_request import LaunchRequest
-from tests.launch.control.played import RUN, PlayedAgent, played
+from tests.launch.control.played import PlayedAgent, played
 
 
 def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
@@ -55,5 +56,5 @@ def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(
     request = LaunchRequest(name="train", config=LaunchConfig())
     engine = OfTwo()
     with pytest.raises(ZeroDivisionError):
-        engine.start_ranks(request, engine.plan_ranks(request), run=RUN, log_dir=tmp_path)
+        engine.start_ranks(request, engine.plan_ranks(request), RunFolder(tmp_path))
     assert agents[1].killed.is_set()

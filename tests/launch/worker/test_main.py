@@ -83,7 +83,7 @@ def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(
 ) -> None:
     row, context = worker.row, worker.context
     worker.interrupts.begin_call(3)
-    context.begin_call(3, has_group=True)
+    context.begin_call(wire.BeginCall(call=3, payload=wire.Packet(), grace=0.0), has_group=True)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)  # by its own code, which goes on
     disconnected: list[int] = []
