@@ -109,9 +109,12 @@ def test_each_field_has_a_bad_value_in_the_test_above() -> None:
         ({"KEY": b"secret"}, "env has 'KEY' of type bytes: expected a mapping"),
         ({"KEY": "secret", "N": 4}, "env has 'N' of type int: expected a mapping"),
         ({"KEY": "secret", 4: "4"}, "env has a name of type int"),
-        ({"KEY": "secret", "": "1"}, "env has the name ''"),
-        ({"KEY=secret": "1"}, "env has the name 'KEY='"),
-        ({"KEY": "secret\x00"}, "env has 'KEY' with a NUL character"),
+        ({"KEY": "secret", "": "1"}, "env has '': expected a name that is not empty"),
+        ({"KEY=secret": "1"}, "env has 'KEY=': expected a name that is not empty and has no '='"),
+        (
+            {"KEY": "secret\x00"},
+            "env has 'KEY': expected a name that is not empty and has no '=', and no NUL",
+        ),
     ],
 )
 def test_bad_variables_are_named_without_their_texts(env: Any, said: str) -> None:

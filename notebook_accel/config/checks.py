@@ -115,22 +115,17 @@ def as_env(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a {type(value).__name__}: {expected}")
     for variable, text in value.items():
-        wrong = ""
-        if not isinstance(variable, str):
-            wrong = f"a name of type {type(variable).__name__}: {expected}"
-        elif not variable or "=" in variable or "\0" in variable:
-            # What stands after a "=" is most likely the text.
-            before, sign, _ = variable.partition("=")
-            wrong = (
-                f"the name {shown(before + sign)}: expected names that are not empty and have no "
+        if not isinstance(variable, str) or not isinstance(text, str):
+            named = shown(variable) if isinstance(variable, str) else "a name"
+            kind = type(text if isinstance(variable, str) else variable).__name__
+            raise ConfigError(f"env has {named} of type {kind}: {expected}")
+        # What stands after a "=" is most likely the text.
+        before, sign, _ = variable.partition("=")
+        if not before or sign or "\0" in variable + text:
+            raise ConfigError(
+                f"env has {shown(before + sign)}: expected a name that is not empty and has no "
+                "'=', and no NUL character in it or its text"
             )
-            wrong += "'=' and no NUL character"
-        elif not isinstance(text, str):
-            wrong = f"{shown(variable)} of type {type(text).__name__}: {expected}"
-        elif "\0" in text:
-            wrong = f"{shown(variable)} with a NUL character in its text: leave it out"
-        if wrong:
-            raise ConfigError(f"env has {wrong}")
     return {str.__str__(each): str.__str__(text) for each, text in value.items()}
 
 

@@ -68,7 +68,7 @@ class FsdpOptions:
     )
     ignored_modules: Iterable[Module] | str | None = _option(
         about="A regular expression: names of modules whose weights every rank keeps whole; in "
-        "code also the modules",
+        "code also the modules"
     )
     state_dict_type: Any = _option(
         choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
@@ -83,15 +83,14 @@ class FsdpOptions:
     """Such as ``FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)``."""
     limit_all_gathers: bool = True
     """Accepted."""
-    use_orig_params: bool | None = None
+    use_orig_params: bool | None = False
     """Accepted: parameters always are the user's own."""
     param_init_fn: Callable[[Module], None] | None = None
     """Fills the weights of a module that was made on the meta device."""
     sync_module_states: bool | None = _option(
-        about="All ranks start from rank 0's weights",
-        fallback=True,
+        about="All ranks start from rank 0's weights", fallback=True
     )
-    forward_prefetch: bool | None = None
+    forward_prefetch: bool | None = False
     """Accepted."""
     activation_checkpointing: bool | None = _option(
         about="Compute activations of the wrapped modules again in backward, for less memory",
@@ -103,8 +102,7 @@ class FsdpOptions:
         fallback=False,
     )
     cpu_ram_efficient_loading: bool | None = _option(
-        about="Rank 0 alone reads the weights",
-        fallback=False,
+        about="Rank 0 alone reads the weights", fallback=False
     )
     transformer_cls_names_to_wrap: list[str] | str | None = _option(
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",

@@ -31,14 +31,14 @@ class MeshOptions:
     tp_size: int | None = _size(about="Ranks that compute each layer together")
     cp_size: int | None = _size(
         about="Ranks that divide each sequence; the loop trains inside "
-        "``accelerator.maybe_context_parallel``. Weights are sharded over them, too",
+        "``accelerator.maybe_context_parallel``. Weights are sharded over them, too"
     )
-    cp_backend: str | None = None
-    """There is "torch" alone. Variable PARALLELISM_CONFIG_CP_BACKEND."""
+    cp_backend: str | None = "torch"
+    """There is "torch" alone."""
     sp_size: int | None = None
     """Refused beyond 1: sequences are divided by ``cp_size``."""
-    sp_backend: str | None = None
-    """There is "deepspeed" alone. Variable PARALLELISM_CONFIG_SP_BACKEND."""
+    sp_backend: str | None = "deepspeed"
+    """There is "deepspeed" alone."""
     tp_handler: Any = None
     """A ``TorchTensorParallelConfig``."""
     cp_handler: Any = None
@@ -47,7 +47,7 @@ class MeshOptions:
     """Accepted."""
     pp_size: int | None = _size(
         about="Ranks of a pipeline, over which the model's blocks are divided; the loop calls "
-        "``accelerator.forward_backward``. Composes with all but ``cp_size``",
+        "``accelerator.forward_backward``. Composes with all but ``cp_size``"
     )
     pp_schedule: str = "1F1B"
     """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B" (two stages a rank)."""

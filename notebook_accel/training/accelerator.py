@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from tqdm import auto
 
+from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.knobs import Knob, make_knob
 from notebook_accel.rank.this_rank import current
@@ -60,7 +61,6 @@ from notebook_accel.training.settings.handlers import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
-    as_steps,
     pick_handler,
 )
 from notebook_accel.training.settings.notices import notice_once
@@ -1529,7 +1529,7 @@ class Accelerator(TrainingInfo):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        self._accumulation.num_steps = as_steps("gradient_accumulation_steps", value)
+        self._accumulation.num_steps = as_count("gradient_accumulation_steps", value)
         self._prepared.watch.start(self)
 
     @property

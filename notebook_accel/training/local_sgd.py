@@ -7,9 +7,10 @@ from contextlib import ExitStack
 import torch
 from torch.nn import Module
 
+from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.accelerator import Accelerator
-from notebook_accel.training.settings.handlers import DistributedType, as_steps
+from notebook_accel.training.settings.handlers import DistributedType
 
 
 class LocalSGD:
@@ -47,11 +48,7 @@ class LocalSGD:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: Module,
-        local_sgd_steps: int,
-        enabled: bool = True,
+        self, accelerator: Accelerator, model: Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         strategy = accelerator._strategy
         if strategy.saves_together or accelerator.distributed_type == DistributedType.XLA:
@@ -59,7 +56,7 @@ class LocalSGD:
                 f"LocalSGD got a model of which each rank has a part ({type(strategy).__name__}), "
                 "or one on XLA: it averages whole models. Leave it out, or train with DDP"
             )
-        self.local_sgd_steps = as_steps("local_sgd_steps", local_sgd_steps)
+        self.local_sgd_steps = as_count("local_sgd_steps", local_sgd_steps)
         self.accelerator = accelerator
         self.model = model
         self.enabled = enabled and accelerator.distributed_type != DistributedType.NO

@@ -73,8 +73,8 @@ def test_old_loader_arguments_are_honoured() -> None:
         ({"megatron_lm_plugin": object()}, r"^Accelerator\(megatron_lm_plugin=\.\.\.\): Megatron"),
         ({"dynamo_backend": "fast"}, r"backend='fast'\): expected one of no, eager"),
         ({"deepspeed_plugins": {"a": object()}}, "is a object: expected a DeepSpeedPlugin"),
-        ({"gradient_accumulation_steps": 0}, "steps is 0: expected a whole number of at least 1"),
-        ({"gradient_accumulation_steps": "2"}, "is '2'"),
+        ({"gradient_accumulation_steps": 0}, "steps=0: expected a whole number, 1 or more"),
+        ({"gradient_accumulation_steps": "2"}, "steps='2': expected a whole number, 1"),
         (
             {
                 "gradient_accumulation_steps": 2,
@@ -125,7 +125,7 @@ def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("limit", [0, "3"])
 def test_how_many_checkpoints_are_kept_is_a_number(limit: Any) -> None:
-    with pytest.raises(ConfigError, match=f"is {limit!r}: expected a whole number"):
+    with pytest.raises(ConfigError, match=f"limit={limit!r}: expected a whole number, 1 or"):
         ProjectConfiguration(total_limit=limit)
 
 

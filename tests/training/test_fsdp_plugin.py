@@ -1,9 +1,10 @@
 """How plugins take their fields: from code, and as Accelerate's do from the environment.
 
-Of the variables, these are not compared, since they differ on purpose: FSDP_BACKWARD_PREFETCH
-(without effect here), FSDP_SYNC_MODULE_STATES where it is true (the default here; Accelerate's then
-wants a device), ACCELERATE_GRADIENT_ACCUMULATION_STEPS (the Accelerator's here, whose argument goes
-before), ACCELERATE_FP8_BACKEND=MSAMP and PARALLELISM_CONFIG_SP_* (not there), and
+Of the variables, these are not compared, since they differ on purpose: FSDP_BACKWARD_PREFETCH,
+FSDP_FORWARD_PREFETCH and FSDP_USE_ORIG_PARAMS (without effect here), FSDP_SYNC_MODULE_STATES where
+it is true (the default here; Accelerate's then wants a device),
+ACCELERATE_GRADIENT_ACCUMULATION_STEPS (the Accelerator's here, whose argument goes before),
+ACCELERATE_FP8_BACKEND=MSAMP and PARALLELISM_CONFIG_SP_* (not there), and
 ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES (read here as the plugin is made). ACCELERATE_DYNAMO_* are
 compared in ``test_compiling``.
 """
@@ -271,8 +272,14 @@ def test_a_variable_that_is_no_number_is_named(
         ),
         (lambda: ParallelismConfig(cp_backend="ring"), r"cp_backend='ring'\): expected 'torch'"),
         (lambda: ParallelismConfig(pp_schedule="2F"), "expected one of .*1F1B"),
-        (lambda: ParallelismConfig(num_microbatches=0), "is 0: expected a whole number of at leas"),
-        (lambda: ParallelismConfig(num_microbatches="4"), "is '4': expected a whole number of at"),
+        (
+            lambda: ParallelismConfig(num_microbatches=0),
+            "num_microbatches=0: expected a whole number, 1",
+        ),
+        (
+            lambda: ParallelismConfig(num_microbatches="4"),
+            "='4': expected a whole number, 1 or more",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
@@ -348,9 +355,8 @@ _FSDP: list[tuple[str, dict[str, str]]] = [
     ("state_dict_type", {"STATE_DICT_TYPE": "sharded_state_dict"}),
     ("state_dict_type", {"STATE_DICT_TYPE": "FULL_STATE_DICT", "VERSION": "2"}),
     ("sync_module_states", {"SYNC_MODULE_STATES": "false"}),
-    ("forward_prefetch", {"FORWARD_PREFETCH": "true"}),
+    ("forward_prefetch", {}),
     ("use_orig_params", {}),
-    ("use_orig_params", {"USE_ORIG_PARAMS": "1"}),
     ("cpu_ram_efficient_loading", {"CPU_RAM_EFFICIENT_LOADING": "true", "VERSION": "2"}),
     ("activation_checkpointing", {}),
     ("activation_checkpointing", {"ACTIVATION_CHECKPOINTING": "true"}),

@@ -85,5 +85,5 @@ def test_models_in_parts_are_refused() -> None:
 
 @pytest.mark.parametrize("steps", [0, "8"])
 def test_no_steps_are_refused(steps: Any) -> None:
-    with pytest.raises(ConfigError, match=f"steps is {steps!r}: expected a whole number of at lea"):
+    with pytest.raises(ConfigError, match=f"sgd_steps={steps!r}: expected a whole number, 1 or m"):
         LocalSGD(Accelerator(cpu=True), nn.Linear(1, 1), steps)

@@ -122,7 +122,7 @@ def test_a_call_leaves_the_batch_size_out(args: tuple[int, ...], kwargs: dict[st
 
 
 def test_sizes_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="starting_batch_size is 0: expected"):
+    with pytest.raises(ConfigError, match="starting_batch_size=0: expected a whole number, 1"):
         find_executable_batch_size(starting_batch_size=0)
     stuck = find_executable_batch_size(Job(0).run, 8, lambda size: size)
     with pytest.raises(ConfigError, match="gave 8 after 8: expected a smaller"):

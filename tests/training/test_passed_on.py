@@ -309,7 +309,7 @@ def test_a_profiler_is_built_as_accelerate_builds_it() -> None:
     assert [ours.schedule(step) for step in range(4)] == [
         theirs.schedule(step) for step in range(4)
     ]
-    with pytest.raises(ConfigError, match=r"torch knows no 'gpu'; expected any of 'cpu', "):
+    with pytest.raises(ConfigError, match="activities='gpu': expected one of 'cpu', "):
         ProfileKwargs(activities=["cpu", "gpu"]).build()
 
 
@@ -372,8 +372,8 @@ def test_a_projects_folders_move_until_logs_have_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"comm_hook": "fp8"}, r"comm_hook='fp8'\): expected one of 'no', 'fp16', 'bf16', 'power"),
-        ({"comm_wrapper": "power_sgd"}, r"comm_wrapper='power_sgd'\): expected one of 'no', 'fp1"),
+        ({"comm_hook": "fp8"}, "comm_hook='fp8': expected one of 'no', 'fp16', 'bf16', 'power"),
+        ({"comm_wrapper": "power_sgd"}, "comm_wrapper='power_sgd': expected one of 'no', 'fp1"),
     ],
 )
 def test_compressions_that_are_not_there(fields: dict[str, Any], message: str) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from notebook_accel.config.checks import as_choice
 from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives import nested
 from notebook_accel.training.settings import environment
@@ -433,8 +434,7 @@ def reduce(
     """Combine every tensor of a structure over the ranks, element by element; all ranks call it."""
     if reduction == "none":
         return tensor
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r}: expected one of {[*_REDUCTIONS, 'none']}")
+    as_choice("reduction", reduction, [*_REDUCTIONS, "none"])
     require_agreement("reduce", tensor, group)
     return nested.recursively_apply(_reduce, tensor, reduction, group, error_on_other_type=True)
 

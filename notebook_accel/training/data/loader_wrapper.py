@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_libraries
 from notebook_accel.training.data.samplers import SkipBatchSampler
-from notebook_accel.training.settings.handlers import as_steps
 
 
 class LoaderWrapper(DataLoader[Any]):
@@ -161,7 +161,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         >>> len(skip_first_batches(loader, 3))
         1
     """
-    num_batches = as_steps("skip_first_batches(num_batches=...)", num_batches, least=0)
+    num_batches = as_count("skip_first_batches: num_batches", num_batches, least=0)
     if isinstance(dataloader, LoaderWrapper):
         return dataloader.skipping(num_batches)
     if isinstance(dataloader.dataset, IterableDataset):

@@ -21,6 +21,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from notebook_accel.config.checks import as_choice
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training import collectives
@@ -89,9 +90,7 @@ class LossScaling:
         return self.begin_backward().scale(loss)
 
     def unscale(
-        self,
-        optimizers: Iterable[Optimizer],
-        parameters: Collection[torch.Tensor] | None = None,
+        self, optimizers: Iterable[Optimizer], parameters: Collection[torch.Tensor] | None = None
     ) -> None:
         """Divide the optimizers' gradients by the scale; skip those that were divided already.
 
@@ -437,14 +436,8 @@ def resolve_precision(asked: str | None) -> str:
             unset, the precision is "no" (full precision).
     """
     given = asked if asked is not None else environment.read("MIXED_PRECISION") or "no"
-    name = str(given).lower()
-    if name not in PRECISIONS:
-        source = "argument" if asked is not None else "environment"
-        raise ConfigError(
-            f"mixed_precision={given!r} (from the {source}): expected one of "
-            f"{', '.join(map(repr, PRECISIONS))}"
-        )
-    return name
+    name = "mixed_precision" if asked is not None else "ACCELERATE_MIXED_PRECISION"
+    return as_choice(name, str(given).lower(), [*PRECISIONS])
 
 
 def refuse_divided_layers(name: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import leaves, num_bytes
 from notebook_accel.training.processes import devices
@@ -143,10 +144,7 @@ def find_executable_batch_size(
         >>> train()
         92
     """
-    if type(starting_batch_size) is not int or starting_batch_size < 1:
-        raise ConfigError(
-            f"starting_batch_size is {starting_batch_size!r}: expected a whole number of at least 1"
-        )
+    starting_batch_size = as_count("starting_batch_size", starting_batch_size)
     if function is None:
         return partial(
             find_executable_batch_size,
@@ -212,10 +210,17 @@ def off_device(
     if kind in ("cpu", "xla"):
         yield
         return
+    held = [[*model.parameters(), *model.buffers()] for model in models]
+    states = [[one.param_groups, [*one.state.values()]] for one in optimizers]
+    tensors = [one for one in leaves([held, states]) if isinstance(one, torch.Tensor)]
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    # Not by a check for DTensor: its import takes a second, for sharded training alone.
+    local = (getattr(one, "to_local", one.detach)().untyped_storage() for one in tensors)
+    on_device = (one for one in local if one.device.type == kind and one.nbytes())
     module = device_module(kind)
     module.synchronize()
     copies = []
-    for storage in _storages(models, optimizers, kind):
+    for storage in {one.data_ptr(): one for one in on_device}.values():
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copies.append((storage, storage.nbytes(), view.cpu()))
         del view
@@ -229,20 +234,3 @@ def off_device(
             storage.resize_(size)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
         module.synchronize()
-
-
-def _storages(
-    models: Sequence[Module], optimizers: Sequence[Optimizer], kind: str
-) -> list[torch.UntypedStorage]:
-    """Return the memory on the device of all that was prepared, each piece once."""
-    held = [[*model.parameters(), *model.buffers()] for model in models]
-    states = [[one.param_groups, [*one.state.values()]] for one in optimizers]
-    tensors = [one for one in leaves([held, states]) if isinstance(one, torch.Tensor)]
-    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-    found = {}
-    for tensor in tensors:
-        # Not by a check for DTensor: its import takes a second, for sharded training alone.
-        storage = getattr(tensor, "to_local", tensor.detach)().untyped_storage()
-        if storage.device.type == kind and storage.nbytes():
-            found[storage.data_ptr()] = storage
-    return list(found.values())

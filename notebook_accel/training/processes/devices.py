@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel import wire
+from notebook_accel.config.checks import as_choice
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import DeviceMemory
-from notebook_accel.training.collectives import Exchange
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
 
@@ -39,9 +39,9 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     """Choose the device of this rank, make it the process's current device, and return it."""
     if cpu:
         return HOST
-    for driver in map(import_module, _DRIVERS.values()):
-        if driver.is_used():
-            chosen: torch.device = driver.device()
+    for library in map(import_module, _DRIVERS.values()):
+        if library.is_used():
+            chosen: torch.device = library.device()
             return chosen
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     named = _named_device(accelerator)
@@ -73,16 +73,14 @@ def _named_device(accelerator: torch.device | None) -> torch.device | None:
     if accelerator is not None:
         counts[accelerator.type] = torch.accelerator.device_count()
     names = [f"{kind}:{index}" for kind, count in counts.items() for index in range(count)]
-    if text not in (*counts, *names):
-        raise ConfigError(
-            f"ACCELERATE_TORCH_DEVICE={text!r}: this machine has {', '.join(names)}; expected one "
-            "of these, or the kind alone"
-        )
-    return torch.device(text)
+    return torch.device(as_choice("ACCELERATE_TORCH_DEVICE", text, (*counts, *names)))
 
 
-def _driver(kind: str) -> Any:
-    """Return our module for a device type that torch does not know (XLA); None for the others."""
+def driver(kind: str) -> Any:
+    """Return our module for a device type that torch does not know (XLA); None for the others.
+
+    Beside what torch's modules have, it connects the ranks and begins each batch.
+    """
     return import_module(_DRIVERS[kind]) if kind in _DRIVERS else None
 
 
@@ -92,25 +90,7 @@ def device_module(kind: str) -> Any:
     Raises:
         RuntimeError: torch has no such module, and neither has this package.
     """
-    return _driver(kind) or torch.get_device_module(kind)
-
-
-def connect(device: torch.device) -> Exchange | None:
-    """Connect this rank to the others by the library of its device type, if the type is XLA."""
-    driver = _driver(device.type)
-    return driver and driver.connect()  # type: ignore[no-any-return]
-
-
-def batch_boundary(device: torch.device) -> Callable[[], None] | None:
-    """Return the function that loaders call before they move a batch; None except for XLA."""
-    driver = _driver(device.type)
-    return driver and driver.begin_batch  # type: ignore[no-any-return]
-
-
-def manual_seed(device: torch.device, seed: int) -> None:
-    """Seed the device's random numbers if ``torch.manual_seed`` does not do it (XLA)."""
-    if device.type in _DRIVERS:
-        device_module(device.type).manual_seed(seed)
+    return driver(kind) or torch.get_device_module(kind)
 
 
 def default_device() -> torch.device:
@@ -272,7 +252,7 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 def _own(device: torch.device) -> list[torch.device]:
     # XLA's module takes no device: it has one alone.
-    return [] if _driver(device.type) else [device]
+    return [] if driver(device.type) else [device]
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from notebook_accel.config.checks import parse_flag
-from notebook_accel.errors import ConfigError
+from notebook_accel.config.checks import as_count, parse_flag, value_of
 
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
@@ -30,12 +29,7 @@ def read_flag(name: str, default: bool = False) -> bool:
 def read_count(name: str) -> int | None:
     """Return a setting as a whole number; None if it is unset. ``name`` is as in :func:`read`."""
     variable = _find(name)
-    if variable is None:
-        return None
-    text = os.environ[variable].strip()
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{variable}={text!r}: expected a whole number of at least 1")
-    return int(text)
+    return None if variable is None else as_count(variable, value_of(os.environ[variable], int))
 
 
 def _find(name: str) -> str | None:

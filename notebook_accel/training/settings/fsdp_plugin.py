@@ -66,11 +66,6 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         for name, option in settings_of(FsdpOptions).items():
             if getattr(self, name) is None and name not in _BY_OTHER_FIELDS:
                 setattr(self, name, option.from_environment())
-        for name in ("use_orig_params", "forward_prefetch"):
-            if getattr(self, name) is None:
-                variable = f"FSDP_{name.upper()}"
-                text = os.environ.get(variable, "").strip()
-                setattr(self, name, bool(text) and parse_flag(variable, text))
         if self.fsdp_version not in (1, 2):
             raise ConfigError(f"fsdp_version={self.fsdp_version!r}: expected 1 or 2")
         self._resolve_sharding()

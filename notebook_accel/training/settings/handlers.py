@@ -12,7 +12,7 @@ from datetime import timedelta
 from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from notebook_accel.config.checks import as_index
+from notebook_accel.config.checks import as_choice, as_count
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
 
@@ -220,18 +220,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of PowerSGD's state, such as ``matrix_approximation_rank``."""
 
     def __post_init__(self) -> None:
-        kinds = DDPCommunicationHookType
-        for name, allowed in (
-            ("comm_hook", tuple(kinds)),
-            ("comm_wrapper", (kinds.NO, kinds.FP16, kinds.BF16)),
-        ):
-            given = getattr(self, name)
-            if given not in allowed:  # members equal their text
-                raise ConfigError(
-                    f"DistributedDataParallelKwargs({name}={str(given)!r}): expected one of "
-                    f"{', '.join(repr(str(kind)) for kind in allowed)}"
-                )
-            setattr(self, name, kinds(given))
+        kinds, halves = DDPCommunicationHookType, ["no", "fp16", "bf16"]
+        for name, allowed in (("comm_hook", kinds.list()), ("comm_wrapper", halves)):
+            setattr(self, name, kinds(as_choice(name, getattr(self, name), allowed)))
 
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -327,13 +318,8 @@ class ProfileKwargs(KwargsHandler):
         kinds = {name.lower(): member for name, member in members.items()}
         activities = None
         if self.activities is not None:
-            unknown = [name for name in self.activities if name.lower() not in kinds]
-            if unknown:
-                raise ConfigError(
-                    f"ProfileKwargs(activities={self.activities!r}): torch knows no "
-                    f"{unknown[0]!r}; expected any of {', '.join(map(repr, kinds))}"
-                )
-            activities = [kinds[name.lower()] for name in self.activities]
+            names = [as_choice("activities", name.lower(), [*kinds]) for name in self.activities]
+            activities = [kinds[name] for name in names]
         schedule = None
         if self.schedule_option is not None:
             schedule = profiler.schedule(**self.schedule_option)
@@ -371,7 +357,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         if self.num_steps is None:
             self.num_steps = 1
-        self.num_steps = as_steps("GradientAccumulationPlugin(num_steps=...)", self.num_steps)
+        self.num_steps = as_count("GradientAccumulationPlugin: num_steps", self.num_steps)
 
 
 @dataclass
@@ -460,7 +446,7 @@ class ProjectConfiguration:
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
         if self.total_limit is not None:
-            as_steps("ProjectConfiguration(total_limit=...)", self.total_limit)
+            as_count("ProjectConfiguration: total_limit", self.total_limit)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set ``project_dir``; if ``logging_dir`` is None, set it to the same folder."""
@@ -533,14 +519,6 @@ class StrategyPlugin:
                 none.
         """
         return asked
-
-
-def as_steps(what: str, num_steps: Any, least: int = 1) -> int:
-    """Return a number of steps or batches as an int; integers of numpy are accepted."""
-    number = as_index(num_steps)
-    if number is None or number < least:
-        raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least {least}")
-    return number
 
 
 _Handler = TypeVar("_Handler", bound=KwargsHandler)

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from notebook_accel.config.checks import as_choice, as_count
 from notebook_accel.config.mesh_options import MeshOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.settings.handlers import StrategyPlugin, as_steps
+from notebook_accel.training.settings.handlers import StrategyPlugin
 
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 
@@ -42,11 +43,7 @@ class TorchContextParallelConfig:
         if self.cp_comm_strategy is None:
             wanted = os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "").strip()
             self.cp_comm_strategy = wanted or "allgather"
-        if self.cp_comm_strategy not in ("allgather", "alltoall"):
-            raise ConfigError(
-                f"TorchContextParallelConfig(cp_comm_strategy={self.cp_comm_strategy!r}): expected "
-                '"allgather" or "alltoall"'
-            )
+        as_choice("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
 
 @documented
@@ -88,12 +85,9 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
             text = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "").strip()
             self.sp_size = int(text) if text.isdecimal() else 1
         self._check_backends()
-        if self.pp_schedule not in _SCHEDULES:
-            raise ConfigError(
-                f"ParallelismConfig(pp_schedule={self.pp_schedule!r}): expected one of {_SCHEDULES}"
-            )
+        as_choice("ParallelismConfig: pp_schedule", self.pp_schedule, _SCHEDULES)
         if self.num_microbatches is not None:
-            as_steps("ParallelismConfig(num_microbatches=...)", self.num_microbatches)
+            as_count("ParallelismConfig: num_microbatches", self.num_microbatches)
         if self.pp_enabled and self.cp_enabled:
             raise ConfigError(
                 f"ParallelismConfig has pp_size={self.sizes['pp']} and cp_size={self.sizes['cp']}: "
@@ -105,11 +99,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     def _check_backends(self) -> None:
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            given = getattr(self, name)
-            if given is None:
-                given = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "").strip() or known
-                setattr(self, name, given)
-            if given != known:
+            if (given := getattr(self, name) or known) != known:
                 raise ConfigError(f"ParallelismConfig({name}={given!r}): expected {known!r}")
         if isinstance(self.sp_size, int) and self.sp_size > 1:
             raise ConfigError(

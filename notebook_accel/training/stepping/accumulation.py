@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from notebook_accel.config.checks import as_count
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.processes.random_numbers import get_torch_states
 from notebook_accel.training.settings import environment
-from notebook_accel.training.settings.handlers import GradientAccumulationPlugin, as_steps
+from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.active_loaders import Position, active_loaders
 
@@ -88,12 +89,6 @@ class Accumulation:
     def show(self) -> None:
         """Make :func:`current_accumulation` return this object on this rank."""
         current().shared[_CURRENT] = self
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients that no step has used are still needed by a later step."""
-        # One step a window keeps some only where code itself says that a batch is not its last.
-        return not self.sync_gradients or (self.num_steps > 1 and self.inside)
 
     def advance(self) -> None:
         """Count the next batch, and set ``sync_gradients`` for it; ``accumulate`` calls it."""
@@ -209,9 +204,8 @@ def resolve_plugin(
     """
     in_environment = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
     if num_steps is not None:
-        plugin = GradientAccumulationPlugin(
-            num_steps=as_steps("gradient_accumulation_steps", num_steps)
-        )
+        num_steps = as_count("gradient_accumulation_steps", num_steps)
+        plugin = GradientAccumulationPlugin(num_steps=num_steps)
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=in_environment or 1)
     if in_environment is not None and in_environment != plugin.num_steps:
