@@ -185,10 +185,7 @@ class Ending:
         if self.has_failed or self.stage >= Stage.ALIGN:
             return self
         failed = replace(
-            self,
-            has_failed=True,
-            settles_from=now + SETTLE_SECONDS,
-            due=now + _MAX_SETTLE_SECONDS,
+            self, has_failed=True, settles_from=now + SETTLE_SECONDS, due=now + _MAX_SETTLE_SECONDS
         )
         if not self.is_last:
             return replace(failed, next=Stage.INTERRUPT)

@@ -106,7 +106,15 @@ def _data(accelerator: Accelerator) -> tuple[bool, str]:
 
 def _training(accelerator: Accelerator) -> tuple[bool, str]:
     model, optimizer, loader = _parts(accelerator)
-    wanted = _losses_of_one_process(*_parts(accelerator))
+    # The same model as one process trains it.
+    alone, its_optimizer, all_batches = _parts(accelerator)
+    wanted = []
+    for inputs, targets in all_batches:
+        loss: Any = mse_loss(alone(inputs), targets)
+        loss.backward()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+        wanted.append(loss.item())
     prepared = accelerator.prepare(model, optimizer, loader)
     losses = [accelerator.gather(loss).mean().item() for loss in _steps(accelerator, *prepared)]
     text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, of one process {wanted[-1]:.4f}"
@@ -172,17 +180,6 @@ def _steps(
         yield accelerator.forward_backward(model, inputs, targets, mse_loss)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _losses_of_one_process(model: Any, optimizer: Any, loader: Any) -> list[float]:
-    losses = []
-    for inputs, targets in loader:
-        loss: Any = mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 if __name__ == "__main__":

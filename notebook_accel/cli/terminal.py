@@ -34,9 +34,9 @@ class _RichDisplay:
         from rich.console import Console
         from rich.live import Live
 
-        self._bars: dict[int, str] = {}
+        self.bars: dict[int, str] = {}
         self._console = Console(file=stream, highlight=False)
-        self._live = Live(
+        self.live = Live(
             console=self._console,
             get_renderable=self._draw,
             transient=True,
@@ -44,7 +44,6 @@ class _RichDisplay:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._live.start()
 
     def line(self, rank: int, text: str) -> None:
         from rich.text import Text
@@ -52,16 +51,10 @@ class _RichDisplay:
         label = f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)]
         self._console.print(Text.assemble(label, Text.from_ansi(text)), soft_wrap=True)
 
-    def bar(self, rank: int, text: str) -> None:
-        self._bars[rank] = text
-
-    def close(self) -> None:
-        self._live.stop()
-
     def _draw(self) -> Any:
         from rich.text import Text
 
-        rows = sorted(self._bars.items())[:_MAX_BARS]
+        rows = sorted(self.bars.items())[:_MAX_BARS]
         lines = (f"rank {rank}  {text}" for rank, text in rows)
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
@@ -89,9 +82,6 @@ class RankOutput:
                 self._take(int(label[1]), text[label.end() :])
         return len(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
-
     def close_lines(self) -> None:
         """Called at the end of the run."""
         with self._lock:
@@ -112,7 +102,7 @@ class RankOutput:
         """Return where the bar stands in the line that it begins; None for no bar."""
         found = _BAR.search(text)
         if found and self._display is not None:
-            self._display.bar(rank, plain_text(text[: found.end()]))
+            self._display.bars[rank] = plain_text(text[: found.end()])
         return found
 
     def _print(self, rank: int, text: str) -> None:
@@ -145,7 +135,7 @@ def ranks_in_terminal() -> Iterator[None]:
         if out.isatty() and err.isatty():
             with contextlib.suppress(ImportError):
                 display = _RichDisplay(out)
-                undo.callback(display.close)
+                undo.enter_context(display.live)
         shown = RankOutput(out, display, lock), RankOutput(err, display, lock)
         undo.enter_context(contextlib.redirect_stdout(shown[0]))
         undo.enter_context(contextlib.redirect_stderr(shown[1]))

@@ -75,6 +75,7 @@ def prepare_loader(
             "loader first, and call skip_first_batches(loader, n), where n counts the batches of "
             "one rank"
         )
+    rng_types = ("generator",) if rng_types is None else rng_types
     is_dispatched = _is_dispatched(loader, config, device)
     num_shares = data_group.size
     size = samplers.batch_size_of(loader)
@@ -98,11 +99,7 @@ def prepare_loader(
         device=device,
         non_blocking=config.non_blocking,
         generator=draft.generator or private,
-        rng_types=(
-            ("generator",)
-            if rng_types is None
-            else tuple(str(getattr(kind, "value", kind)) for kind in rng_types)
-        ),
+        rng_types=tuple(str(getattr(kind, "value", kind)) for kind in rng_types),
         synchronized_generator=_order_generator(draft, private),
         data_group=data_group,
         split_batches=config.split_batches,

@@ -109,18 +109,12 @@ class DataLoaderDispatcher(PreparedLoader):
     _num_readers = 1
 
     @property
-    def _batches_a_step(self) -> int:
-        return self._batches_a_round
-
-    @property
     def _keeps_batches(self) -> bool:
         return self.batch_sampler is not None and has_own_batches(self.batch_sampler)
 
     def _num_batches(self) -> int:
-        num_read, a_round = super()._num_batches(), self._batches_a_round
-        if self._drops_last:
-            return num_read // a_round
-        return math.ceil(num_read / a_round)
+        rounds = super()._num_batches() / self._batches_a_round
+        return math.floor(rounds) if self._drops_last else math.ceil(rounds)
 
     def _synchronize(self) -> None:
         # The order is rank 0's; nobody else reads.
@@ -332,31 +326,22 @@ class RoundDivider:
 
     def _keep_whole(self, batches: list[Any]) -> list[RoundBatch]:
         """Return a whole batch for each rank; the pass's first where none is left."""
-        is_divided = self.slice_fn is not None or self.batches_a_round == 1
-        if is_divided and self._has_several_rows_a_sample():
+        if self.slice_fn is not None or self.batches_a_round == 1:
             setting = "slice_fn_for_dispatch" if self.slice_fn else "split_batches=True"
-            raise ConfigError(
-                f"{setting} divides batches over {self.num_parts} processes, but a batch has "
-                f"{self._most_rows} rows for batch_size={self.batch_size}, and dividing it could "
-                "separate rows of one sample: expected a row for each sample; give tensors a "
-                f"dimension for those of a sample, or leave {setting} out"
-            )
-        if self.slice_fn is not None:
             reason = (
-                "those of a batch sampler of your own are not joined: pass split_batches=True"
-                if self.keeps_batches
-                else f"those ({type(batches[0]).__name__}) could not be joined: expected tensors "
-                "of the same shapes beyond the first dimension; pad them"
+                "has no rows to divide, or no others to be joined with: expected tensors of the "
+                "same shapes, with one row for each sample; pad them"
             )
+            if self._has_several_rows_a_sample():
+                reason = (
+                    f"has {self._most_rows} rows for batch_size={self.batch_size}, so that rows of "
+                    "one sample could come apart: give tensors a dimension for those of a sample"
+                )
+            elif self.keeps_batches:
+                reason = "is of a batch sampler of your own: such are divided with split_batches"
             raise ConfigError(
-                f"slice_fn_for_dispatch takes a rank's part out of joined batches, and {reason}, "
-                "or leave slice_fn_for_dispatch out"
-            )
-        if self.batches_a_round == 1:
-            raise ConfigError(
-                f"split_batches=True divides each batch over {self.num_parts} processes, but a "
-                f"batch ({type(batches[0]).__name__}) has no rows to divide: expected tensors "
-                "with the same first dimension; use split_batches=False"
+                f"{setting} divides batches over {self.num_parts} processes, and a batch "
+                f"({type(batches[0]).__name__}) {reason}, or leave {setting} out"
             )
         missing = self.num_parts - len(batches)
         repeated = RoundBatch(self.first, ShortRound(-1, count_rows(self.first), 0), True)

@@ -22,10 +22,7 @@ from notebook_accel.training.stepping.active_loaders import Position, active_loa
 
 
 def gather_for_metrics(
-    input_data: Any,
-    use_gather_object: bool = False,
-    *,
-    group: dist.ProcessGroup | None = None,
+    input_data: Any, use_gather_object: bool = False, *, group: dist.ProcessGroup | None = None
 ) -> Any:
     """Join what the ranks computed from their batches, each sample counted once; all ranks call it.
 
@@ -71,7 +68,14 @@ def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> A
     if are_tensors and not _holds_empty(data):
         if position.short_round is None and not position.is_uneven:
             return collectives.gather(data, group=group)
-        return _gather_own_rows(data, position, group)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.ndim:
+                return tensor.reshape(1)
+            return tensor[: _num_own_rows(tensor.shape[0], position, collectives.num_ranks(group))]
+
+        joined = iter(collectives.gather_ragged([cut(leaf) for leaf in leaves(data)], group=group))
+        return apply_to_tensors(lambda _: next(joined), data)
     if isinstance(data, Mapping):
         return rebuild(data, {key: _gather(item, position, group) for key, item in data.items()})
     is_record = isinstance(data, tuple) and (any(found) or is_namedtuple(data))
@@ -96,17 +100,6 @@ def _cut_objects(data: Any, position: Position, group: dist.ProcessGroup | None)
     if position.short_round is None or not is_column:
         return data
     return data[: _num_own_rows(len(data), position, collectives.num_ranks(group))]
-
-
-def _gather_own_rows(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.ndim:
-            return tensor.reshape(1)
-        return tensor[: _num_own_rows(tensor.shape[0], position, collectives.num_ranks(group))]
-
-    cuts = [cut(leaf) for leaf in leaves(data)]
-    joined = iter(collectives.gather_ragged(cuts, group=group))
-    return apply_to_tensors(lambda _: next(joined), data)
 
 
 def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:

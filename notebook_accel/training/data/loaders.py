@@ -80,7 +80,8 @@ class LoaderOptions:
     """Whether the copies to the device run beside the loop's work."""
 
     rng_types: tuple[str, ...] = ()
-    """Random states that every rank takes from rank 0 at the start of a pass."""
+    """Random states that every rank takes from rank 0 at the start of a pass. If there are any, the
+    state of ``synchronized_generator`` is taken from rank 0 too."""
 
     generator: torch.Generator
     """The loader's generator, from which each pass draws the seed of its workers."""
@@ -118,16 +119,6 @@ class PreparedLoader(LoaderWrapper):
     _notebook_accel_stays_home = "prepare it inside the function"
     accumulation: Accumulation | None = None
     """Gradient accumulation of the Accelerator that prepared it; None: of the newest one."""
-
-    device: torch.device | None
-    """Device on which batches are put; None leaves them where they are."""
-
-    rng_types: tuple[str, ...]
-    """Names of the random states that every rank takes from rank 0 when an epoch begins. If there
-    are any, the state of ``synchronized_generator`` is taken from rank 0 too."""
-
-    synchronized_generator: torch.Generator | None
-    """The generator from which the order of samples is drawn; None if there is none."""
 
     def _make_by_hand(
         self,
@@ -281,7 +272,7 @@ class PreparedLoader(LoaderWrapper):
     @property
     def _batches_a_step(self) -> int:
         """Batches read for each that the loop gets: more than 1 where rank 0 reads for all."""
-        return 1
+        return max(1, self._batches_a_round // self._num_readers)
 
     @property
     def _drops_last(self) -> bool:
@@ -409,7 +400,8 @@ class PreparedLoader(LoaderWrapper):
         if self.synchronized_generator is not None:
             synchronize_rng_state("generator", self.synchronized_generator)
         for sampler in self._seedable_samplers():
-            sampler.agree_on_seed()
+            # With different orders on the ranks, some samples would be read twice, others never.
+            (sampler.initial_seed,) = broadcast_object_list([sampler.initial_seed])
 
     def _read(self, position: Position) -> Iterator[Any]:
         """Return the batches of this rank from ``position`` on, as the dataset made them."""
@@ -469,7 +461,8 @@ class PreparedLoader(LoaderWrapper):
         is_only_device = device == devices.HOST and not torch.accelerator.is_available()
         if device is not None and not is_only_device:
             to_device = partial(send_to_device, device=device, non_blocking=non_blocking)
-            mark = devices.batch_boundary(device)
+            driver = devices.driver(device.type)
+            mark = driver and driver.begin_batch
             move = to_device if mark is None else lambda batch: (mark(), to_device(batch))[1]
         if not self._marks_last_round:
             return move
@@ -620,7 +613,7 @@ class PreparedLoader(LoaderWrapper):
             restored |= {"begin": None, "reader": None}
         seeds = state_dict.get("seeds", [])
         for sampler, seed in zip(self._seedable_samplers(), seeds, strict=False):
-            sampler.restore_seed(int(seed))
+            sampler.initial_seed = int(seed)
         self.set_epoch(int(state_dict["iteration"]))
         self._progress.restored = restored
 

@@ -30,7 +30,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.collectives import broadcast_object_list
 from notebook_accel.training.processes.random_numbers import new_generator
 from notebook_accel.training.stepping.active_loaders import ShortRound
 
@@ -368,24 +367,6 @@ class SeedableRandomSampler(RandomSampler):
         super().__init__(*args, **kwargs)
         self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
-        self._is_agreed = data_seed is not None
-
-    def agree_on_seed(self) -> None:
-        """Take rank 0's seed, unless the user or a checkpoint gave one; all ranks call it.
-
-        With different orders on the ranks, some samples would be read twice, and others never.
-        """
-        if not self._is_agreed:
-            (self.initial_seed,) = broadcast_object_list([self.initial_seed])
-            self._is_agreed = True
-
-    def restore_seed(self, seed: int) -> None:
-        """Set the seed to that of a checkpoint.
-
-        All ranks read the seed from the same file, so :meth:`agree_on_seed` sends nothing later.
-        """
-        self.initial_seed = seed
-        self._is_agreed = True
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is given next."""
@@ -500,6 +481,7 @@ class ShortRoundCollate:
         return RoundBatch(self.collate(plain), first.short_round)
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """The samples of one rank, from an iterable dataset that every rank reads completely.
 
@@ -533,32 +515,23 @@ class IterableDatasetShard(IterableDataset[Any]):
             ``num_processes``.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        batch_size: int | None = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-        *,
-        marks_last_round: bool = False,
-    ) -> None:
-        self.dataset: Any = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.marks_last_round = marks_last_round
+    dataset: Any
+    batch_size: int | None = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+    marks_last_round: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        batch_size, num_processes = self.batch_size, self.num_processes
         # While a rank has a batch, the dataset has given all samples of its round and none of the
         # next: so its own state says how far this is. (Attributes, since torchdata asks for them.)
         for name in ("state_dict", "load_state_dict"):
-            if hasattr(dataset, name):
-                setattr(self, name, getattr(dataset, name))
-        if split_batches and batch_size is None:
+            if hasattr(self.dataset, name):
+                setattr(self, name, getattr(self.dataset, name))
+        if self.split_batches and batch_size is None:
             raise ConfigError(
                 f"split_batches=True divides batches over {num_processes} processes, but this "
                 "loader has batch_size=None, so that its dataset makes the batches: give it a "
@@ -566,9 +539,9 @@ class IterableDatasetShard(IterableDataset[Any]):
                 "split_batches out"
             )
         # Without a batch size each sample is a batch that the dataset has made.
-        share = 1 if batch_size is None else share_of(batch_size, num_processes, split_batches)
+        share = share_of(batch_size or 1, num_processes, self.split_batches)
         self._samples_a_round = share * num_processes
-        self._own_part = slice(share * process_index, share * (process_index + 1))
+        self._own_part = slice(share * self.process_index, share * (self.process_index + 1))
 
     @property
     def is_uneven(self) -> bool:

@@ -54,8 +54,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if is_established():
-        devices.manual_seed(topology().device, seed)
+    if is_established() and (driver := devices.driver(topology().device.type)):
+        driver.manual_seed(seed)  # torch's own does not reach such a device
     if deterministic:
         torch.use_deterministic_algorithms(True)
 

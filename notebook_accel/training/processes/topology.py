@@ -143,7 +143,8 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     )
     if device.index is not None and environment.read_flag("CPU_AFFINITY"):
         devices.set_numa_affinity(device.index)
-    connected = devices.connect(device)
+    driver = devices.driver(device.type)
+    connected = driver and driver.connect()
     if connected is not None:
         if context.world_size not in (1, connected.size):  # as torchrun starts them
             raise ConfigError(

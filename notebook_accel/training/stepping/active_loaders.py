@@ -93,13 +93,6 @@ class Position:
     """Whether a stop or an interrupt of the run ended the pass, and the pass was over training
     data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its place."""
 
-    def note_step(self) -> None:
-        """Store the current position in ``at_step``, as that of the newest optimizer step.
-
-        A checkpoint may have to resume there, since an accumulation window begins after a step.
-        """
-        self.at_step, self.is_after_step = self.num_given, True
-
 
 @dataclass(eq=False)
 class LoaderProgress:
@@ -147,10 +140,13 @@ class ActiveLoaders:
             self.stack.remove(position)
 
     def note_step(self) -> None:
-        """Record an optimizer's step in each pass under way, at that pass's current position."""
+        """Record an optimizer's step in each pass under way, at that pass's current position.
+
+        A checkpoint may have to resume there, since an accumulation window begins after a step.
+        """
         for one in self.stack:
             self._trained.add(one.loader)
-            one.note_step()
+            one.at_step, one.is_after_step = one.num_given, True
 
     def stop(self, position: Position) -> None:
         """Mark a pass, and the passes of the loops around it, as ended by a stop or an interrupt.

@@ -196,21 +196,27 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self._accumulation.sync_gradients:
             return None
-        self._look_for_plain_backward()
+        at, num_steps = self._accumulation, self._accumulation.num_steps
+        if num_steps > 1 and at.inside and not at.has_backward and self.has_unused_gradients:
+            notice_once(
+                "plain backward",
+                "loss.backward() was called inside accumulate(), so that the loss was not divided "
+                f"by {num_steps}. Write accelerator.backward(loss)",
+            )
         self.note_made()
         context = current()
         context.begin_step()
         timer = step_timer(context)
         timer.mark(REST)
         # One that wraps another steps it inside, which is no step of an unprepared one.
-        self._accumulation.is_stepping = True
+        at.is_stepping = True
         try:
             result = self._take_step(closure)
         finally:
-            self._accumulation.is_stepping = False
+            at.is_stepping = False
         timer.end_step()
         self._used = True
-        self._accumulation.note_step()
+        at.note_step()
         self._num_tried += 1
         # The progress shown counts steps that a fused optimizer skips.
         context.count_step(self._device_memory, skipped=self._overflow is True)
@@ -235,23 +241,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self.made is None:
             self.made = settings_of(self.optimizer)
 
-    def _look_for_plain_backward(self) -> None:
-        at, num_steps = self._accumulation, self._accumulation.num_steps
-        if num_steps > 1 and at.inside and not at.has_backward and self.has_unused_gradients:
-            notice_once(
-                "plain backward",
-                "loss.backward() was called inside accumulate(), so that the loss was not divided "
-                f"by {num_steps}. Write accelerator.backward(loss)",
-            )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a later step of the accumulation window will use them.
 
         Args:
             set_to_none: whether to set gradients to None; False sets them to 0.
         """
-        is_open = not self._used and self._accumulation.keeps_gradients
-        if is_open and not self._has_new_gradients():
+        at = self._accumulation
+        # One step a window keeps some only where code itself says that a batch is not its last.
+        is_kept = not at.sync_gradients or (at.num_steps > 1 and at.inside)
+        if is_kept and not self._used and not self._has_new_gradients():
             self._was_held_back = True
             return
         self._clear(set_to_none)
@@ -516,14 +515,6 @@ class AcceleratedScheduler:
     def get_last_lr(self) -> list[float]:
         """Return the current learning rates, one per parameter group."""
         return [float(rate) for rate in self.scheduler.get_last_lr()]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped scheduler."""
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned into the wrapped scheduler."""
-        self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not yet there: a copy is being made

@@ -44,26 +44,11 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
     display = getattr(builtins, "display", None)
     # A schedule may have ended between two of its stretches: there is nothing to tell then.
     if display is not None and running.profiler.function_events:
-        display(ProfileSummary(running, rank, path))
-
-
-class ProfileSummary:
-    """Torch's table of the operators that took the most time, for display in a notebook.
-
-    Args:
-        path: path of the trace file; None if none was written.
-    """
-
-    def __init__(self, profiled: profiler.profile, rank: int, path: Path | None) -> None:
-        averages: Any = profiled.key_averages()
+        averages: Any = running.key_averages()
         on_device = any(each.self_device_time_total for each in averages)
         sort_by = "self_device_time_total" if on_device else "self_cpu_time_total"
         where = "" if path is None else f"; trace in {path}"
         table = averages.table(sort_by=sort_by, row_limit=_NUM_ROWS)
-        self.text = f"Rank {rank}: operators by their own time{where}\n{table}"
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def _repr_html_(self) -> str:  # text alone would go to the rank's log
-        return f"<pre>{escape(self.text)}</pre>"
+        text = f"Rank {rank}: operators by their own time{where}\n{table}"
+        # Text alone would go to the rank's log.
+        display({"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>"}, raw=True)

@@ -248,9 +248,7 @@ class Tracking:
     """The trackers of one ``Accelerator``; all ranks have this object, only rank 0 starts it."""
 
     def __init__(
-        self,
-        asked: Sequence[type[GeneralTracker] | GeneralTracker],
-        project: ProjectConfiguration,
+        self, asked: Sequence[type[GeneralTracker] | GeneralTracker], project: ProjectConfiguration
     ) -> None:
         self.asked = asked
         self.trackers: list[GeneralTracker] = []
