@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.topology import Topology

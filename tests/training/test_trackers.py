@@ -112,7 +112,7 @@ def test_what_is_no_tracker_is_refused() -> None:
         Accelerator(cpu=True, log_with="wandbb")
     with pytest.raises(ConfigError, match=r"expected a class derived from .*GeneralTracker"):
         register_tracker_class(Accelerator)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Nameless has no name"):
+    with pytest.raises(ConfigError, match="Nameless lacks name: set it in the class"):
         register_tracker_class(Nameless)
     with pytest.raises(ConfigError, match="NoFolder lacks requires_logging_directory"):
         Accelerator(cpu=True, log_with=NoFolder)

@@ -400,8 +400,10 @@ class PreparedLoader(LoaderWrapper):
         if self.synchronized_generator is not None:
             synchronize_rng_state("generator", self.synchronized_generator)
         for sampler in self._seedable_samplers():
-            # With different orders on the ranks, some samples would be read twice, others never.
-            (sampler.initial_seed,) = broadcast_object_list([sampler.initial_seed])
+            if not sampler.is_agreed:
+                # With other orders on other ranks, samples would be read twice, and others never.
+                (sampler.initial_seed,) = broadcast_object_list([sampler.initial_seed])
+                sampler.is_agreed = True
 
     def _read(self, position: Position) -> Iterator[Any]:
         """Return the batches of this rank from ``position`` on, as the dataset made them."""
@@ -613,7 +615,7 @@ class PreparedLoader(LoaderWrapper):
             restored |= {"begin": None, "reader": None}
         seeds = state_dict.get("seeds", [])
         for sampler, seed in zip(self._seedable_samplers(), seeds, strict=False):
-            sampler.initial_seed = int(seed)
+            sampler.initial_seed, sampler.is_agreed = int(seed), True
         self.set_epoch(int(state_dict["iteration"]))
         self._progress.restored = restored
 

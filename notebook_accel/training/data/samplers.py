@@ -367,6 +367,8 @@ class SeedableRandomSampler(RandomSampler):
         super().__init__(*args, **kwargs)
         self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
+        # Whether all ranks have this seed: prepared loaders send rank 0's once.
+        self.is_agreed = data_seed is not None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is given next."""

@@ -143,6 +143,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     )
     if device.index is not None and environment.read_flag("CPU_AFFINITY"):
         devices.set_numa_affinity(device.index)
+    found = context.rank, context.world_size, context.local_rank, context.local_world_size
     driver = devices.driver(device.type)
     connected = driver and driver.connect()
     if connected is not None:
@@ -154,12 +155,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
             )
         connected.show()
         current().note_group()
-        context = RankContext(
-            rank=connected.rank,
-            local_rank=connected.local_rank,
-            world_size=connected.size,
-            local_world_size=connected.local_size,
-        )
+        found = connected.rank, connected.size, connected.local_rank, connected.local_size
     elif context.world_size > 1:
         _open(context, device, options)
     backend = exchange().backend
@@ -167,15 +163,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
         pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
         by_device = {kind: name for kind, _, name in pairs}
         backend = by_device.get(device.type, dist.get_backend())
-    return Topology(
-        process_index=context.rank,
-        num_processes=context.world_size,
-        local_process_index=context.local_rank,
-        local_num_processes=context.local_world_size,
-        device=device,
-        backend=backend,
-        pid=os.getpid(),
-    )
+    return Topology(*found, device=device, backend=backend, pid=os.getpid())
 
 
 def _find_context() -> RankContext:

@@ -45,11 +45,6 @@ def device() -> torch.device:
     return found
 
 
-def connect() -> Exchange:
-    """Return the collectives among the ranks that torch_xla connects."""
-    return XlaExchange()
-
-
 def begin_batch() -> None:
     """Run the operations that XLA has recorded; loaders call this before each batch.
 
@@ -176,6 +171,10 @@ class XlaExchange(Exchange):
 
     def _sent(self, leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach().to(self.device)
+
+
+# What the ranks connect by.
+connect = XlaExchange
 
 
 def _countable(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,10 +145,9 @@ def _has_interface(tracker: Any) -> bool:
 
 
 def _check_class(kind: type[GeneralTracker]) -> None:
-    if not getattr(kind, "name", None):
-        raise ConfigError(f"the tracker class {kind.__name__} has no name: set it in the class")
-    if not hasattr(kind, "requires_logging_directory"):
+    needed = ("name", "requires_logging_directory")
+    if lacking := [name for name in needed if not hasattr(kind, name)]:
         raise ConfigError(
-            f"the tracker class {kind.__name__} lacks requires_logging_directory: set it in the "
-            "class, True if it writes files"
+            f"the tracker class {kind.__name__} lacks {', '.join(lacking)}: set it in the class "
+            "(requires_logging_directory is True if it writes files)"
         )

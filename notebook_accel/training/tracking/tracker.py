@@ -292,9 +292,7 @@ class Tracking:
 
     def finish(self) -> None:
         """Finish each tracker that is not finished yet, even if another tracker raises."""
-        waiting = [
-            one for one in self.trackers if not any(one is other for other in self._finished)
-        ]
+        waiting = [one for one in self.trackers if one not in self._finished]
         self._finished += waiting
         with ExitStack() as stack:
             for tracker in waiting:
