@@ -60,7 +60,7 @@ def test_the_variable_decides(chips: Path) -> None:
     assert tpu.count_devices({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}) == ("CPU", 2)
 
 
-def test_a_look_at_machineout_a_tpu(chips: Path) -> None:
+def test_a_machine_without_a_tpu(chips: Path) -> None:
     put(chips, "0x1234")
     assert tpu.count_devices({}) == ("", 0)
 

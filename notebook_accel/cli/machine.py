@@ -36,9 +36,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     packages = ("notebook-accel", "accelerate", *required)
     yield "packages", ", ".join(filter(None, map(_version, packages)))
     machine = look_at_machine()
-    names = ", ".join(device.name for device in machine.devices) or "none"
-    yield "accelerators", machine.error or machine.problem or names
-    yield "versions", ", ".join(f"{name} {text}" for name, text in machine.versions.items())
+    found = machine.found
+    yield "accelerators", found.error or found.problem or ", ".join(found.names) or "none"
+    yield "versions", ", ".join(f"{name} {text}" for name, text in found.versions.items())
     memory = wording.memory(machine.memory)
     yield "host", f"{machine.num_cores} CPU cores, {memory} of memory"
     path = default_config_path()

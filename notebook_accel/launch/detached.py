@@ -76,7 +76,7 @@ def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
         )
 
 
-def launch_detached(request: LaunchRequest, packed: PackedCall, *, notebook_file: str) -> Run:
+def launch_detached(request: LaunchRequest, packed: PackedCall, notebook_file: str) -> Run:
     """Start a keeper process that launches the run; return the run's handle once the run has begun.
 
     If the launch is interrupted, the keeper ends the run.
@@ -156,7 +156,8 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
         if run.state.has_ended:
             return run
         if not is_asked:
-            folder.leave("state", "asked")
+            with contextlib.suppress(OSError):  # another kernel asks just now, say
+                folder.leave("state", "asked")
             is_asked = True
         elif not folder.has_left("state"):
             return _opened(run, GuardedView(view()))

@@ -95,24 +95,25 @@ def _platform(_machine: Machine) -> Iterator[Finding]:
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
-    if machine.error:
+    devices = machine.found
+    if devices.error:
         remedy = "repair the driver, for example, or launch with devices='cpu'"
-        yield Finding(subject="devices", found=machine.error, remedy=remedy, stops=True)
-    elif machine.devices:
-        names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
+        yield Finding(subject="devices", found=devices.error, remedy=remedy, stops=True)
+    elif devices.names:
+        names = ", ".join(f"{index}: {name}" for index, name in enumerate(devices.names))
         yield Finding(subject="devices", found=names)
     else:
         found, remedy = f"no accelerator: ranks train on {machine.num_cores} CPU cores", ""
         names = ", ".join(_ask_nvidia("--query-gpu=name"))
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if machine.problem:
-            found = f"{found}. Torch says: {machine.problem}"
+        if devices.problem:
+            found = f"{found}. Torch says: {devices.problem}"
             remedy = "repair or update the driver, or install a torch for the one that is there"
         elif names and hidden is not None:
             found = f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides {names}"
             remedy = 'del os.environ["CUDA_VISIBLE_DEVICES"], unless that is meant'
         elif names:
-            found = f"{found}; torch {machine.versions.get('torch', '')} cannot use {names}"
+            found = f"{found}; torch {devices.versions.get('torch', '')} cannot use {names}"
             remedy = (
                 "install a torch that was built for CUDA: https://pytorch.org/get-started/locally/"
             )
@@ -134,7 +135,7 @@ def _tpus(_machine: Machine) -> Iterator[Finding]:
 def _versions(machine: Machine) -> Iterator[Finding]:
     # One line for each GPU; the driver is the same for all.
     drivers = set(_ask_nvidia("--query-gpu=driver_version"))
-    named = [f"{name} {version}" for name, version in machine.versions.items()]
+    named = [f"{name} {version}" for name, version in machine.found.versions.items()]
     named += [f"NVIDIA driver {version}" for version in sorted(drivers)]
     if named:
         yield Finding(subject="versions", found=", ".join(named))
@@ -142,12 +143,9 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 def _ask_nvidia(query: str) -> list[str]:
     """Return the lines that nvidia-smi prints; none if it is missing, fails or takes too long."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
     try:
         done = subprocess.run(
-            [command, query, "--format=csv,noheader"],
+            ["nvidia-smi", query, "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=_NVIDIA_SECONDS,

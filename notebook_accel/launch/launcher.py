@@ -83,7 +83,7 @@ def launch(request: LaunchRequest) -> Run:
             if request.detach:
                 assert packed is not None, "Engine.can_detach"
                 request.view.launch_is_slow(request.name)
-                return launch_detached(request, packed, notebook_file=notebook_file())
+                return launch_detached(request, packed, notebook_file())
         return launch_packed(request, packed)
     except BaseException:
         # IPython keeps the traceback, and with it the copy of all that the function uses.
@@ -494,7 +494,7 @@ def _changed_call(
 
 def _free_devices(run: Run) -> tuple[int, ...]:
     """Return accelerators for the clone of a run that goes on."""
-    number, found = len(run.state.devices), [each.index for each in look_at_machine().devices]
+    number, found = len(run.state.devices), range(len(look_at_machine().found.names))
     taken, users = run_list.least_used(found, number)
     if users or len(taken) < number:
         every = run_list.least_used(found, len(found))[1]

@@ -12,7 +12,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -39,46 +39,27 @@ _INLINE = "otherwise take engine='inline', which runs the function in the notebo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """One accelerator of this machine, such as a GPU.
-
-    Attributes:
-        memory: its total memory in bytes; 0 if that is unknown.
-    """
-
-    index: int
-    name: str
-    memory: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The accelerators, cores, memory and library versions of this machine.
+    """The accelerators, cores and memory of this machine.
 
     Attributes:
+        found: the accelerators and library versions, as torch has them.
         memory: total memory of the host, in bytes.
         free_memory: available memory of the host, in bytes.
-        problem: why torch can use no accelerator, such as an old driver; "" if torch gives no
-            reason.
-        error: why the accelerators could not be counted; "" if they were.
         tpu: one line about the machine's TPU and the library for it; "" if there is no TPU.
     """
 
-    kind: str
-    devices: tuple[Device, ...]
+    found: Devices
     num_cores: int
     memory: int
     free_memory: int
-    versions: Mapping[str, str] = field(default_factory=dict)
-    problem: str = ""
-    error: str = ""
     tpu: str = ""
 
 
 def look_at_machine(found: Devices | None = None) -> Machine:
     """Return the devices, cores and memory of this machine; a child process asks torch.
 
-    If the child process fails, the result has no devices, and its ``error`` says why.
+    If the child process fails, there are no devices, and their ``error`` says why.
 
     Args:
         found: accelerators that were counted already; nothing is asked then.
@@ -89,20 +70,12 @@ def look_at_machine(found: Devices | None = None) -> Machine:
             found = ask_template(environment, lambda source: source.count_devices(environment))
         except LaunchError as failed:
             found = Devices(kind="cpu", error=str(failed))
-    memories = found.memory or (0,) * len(found.names)
     memory = psutil.virtual_memory()
     return Machine(
-        kind=found.kind,
-        devices=tuple(
-            Device(index=index, name=name, memory=memory)
-            for index, (name, memory) in enumerate(zip(found.names, memories, strict=True))
-        ),
+        found=found,
         num_cores=num_cores(),
         memory=memory.total,
         free_memory=memory.available,
-        versions=found.versions,
-        problem=found.problem,
-        error=found.error,
         tpu=tpu.summary(),
     )
 
@@ -210,16 +183,16 @@ def check_port(config: LaunchConfig) -> None:
 
 def check_fits(config: LaunchConfig, machine: Machine) -> None:
     """Raise an error if the settings choose devices or a number of ranks that ``machine`` lacks."""
-    wanted, chosen = config.num_processes, config.devices
-    if isinstance(chosen, tuple) and not machine.error and max(chosen) >= len(machine.devices):
-        there = ", ".join(str(device.index) for device in machine.devices)
+    wanted, chosen, number = config.num_processes, config.devices, len(machine.found.names)
+    if isinstance(chosen, tuple) and not machine.found.error and max(chosen) >= number:
+        there = ", ".join(map(str, range(number)))
         has = f"the accelerators {there}: choose among these, or" if there else "none: take"
         raise ConfigError(f"devices={list(chosen)}, but this machine has {has} devices='cpu'")
     if wanted is None:
         return
     check_files_of_ranks(wanted)
-    if machine.devices and config.devices is None and not shares_devices(config):
-        check_enough(wanted, len(machine.devices), f"this machine has {len(machine.devices)}")
+    if number and config.devices is None and not shares_devices(config):
+        check_enough(wanted, number, f"this machine has {number}")
 
 
 def crowding(config: LaunchConfig, machine: Machine) -> str:

@@ -196,9 +196,6 @@ class PastCall(Call):
         if not self.state.has_ended:
             self.folder.leave("stop", how)
 
-    def stacks(self, rank: int | None = None) -> str:
-        return "the run is not of this process\n"
-
 
 def saved_state(folder: RunFolder) -> RunState | None:
     """Return a run's state from its folder, "failed" if its process was killed; None for none."""

@@ -171,11 +171,12 @@ def devices_line(machine: Machine | None) -> Markup:
         f"{machine.free_memory / _GIB:.0f} GB of it free"
     )
     named: list[str] = []
-    for device in machine.devices:
-        memory = f", {device.memory / _GIB:.0f} GB" if device.memory else ""
-        named.append(join([element("b", str(device.index)), f" {device.name}{memory}"]))
-    if machine.error:
-        named = [element("span", machine.error, class_="na-wrong")]
+    found = machine.found
+    for index, name in enumerate(found.names):
+        memory = f", {found.memory[index] / _GIB:.0f} GB" if any(found.memory) else ""
+        named.append(join([element("b", str(index)), f" {name}{memory}"]))
+    if found.error:
+        named = [element("span", found.error, class_="na-wrong")]
     without = machine.tpu or "No accelerator: ranks train on the CPU"
     rows = join(element("div", line) for line in (*(named or [without]), host))
     return element("div", rows, class_="na-devices", role="status", aria_label="Devices")

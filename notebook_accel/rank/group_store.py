@@ -43,8 +43,16 @@ def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
 
     if rank == 0:
         _serve(timeout, at)
-    else:
-        _await_listener(at.host, at.port, timeout)
+    # To open torch's store before rank 0 listens would be slower: after a refused connection it
+    # sleeps for half a second. Where rank 0 never listens, the store raises the error.
+    deadline = time.monotonic() + timeout.total_seconds()
+    while rank != 0 and time.monotonic() < deadline:
+        try:
+            socket.create_connection((at.host, at.port), timeout=_PROBE_SECONDS).close()
+        except OSError:
+            time.sleep(_POLL_SECONDS)
+        else:
+            break
     client = distributed.TCPStore(at.host, at.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     counts = current().shared.setdefault(_NUM_GROUPS, {})
     counts[current().call] = number = counts.get(current().call, 0) + 1
@@ -76,22 +84,6 @@ def _serve(timeout: timedelta, at: StorePort) -> None:
         master_listen_fd=listener,
     )
     current().shared[_SERVER] = ((at.host, at.port), server)
-
-
-def _await_listener(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until rank 0 listens at the address, or until ``timeout`` is over; raise no error.
-
-    Opening torch's store right away would be slower: after a refused connection it sleeps for half
-    a second. If rank 0 does not listen in time, the caller gets the error when it opens the store.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
-        except OSError:
-            time.sleep(_POLL_SECONDS)
-        else:
-            return
 
 
 def _listen(address: str, port: int) -> socket.socket:

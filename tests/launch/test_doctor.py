@@ -20,13 +20,14 @@ from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, as_lines, 
 from notebook_accel.launch.preflight import Machine
 from notebook_accel.notebook import doctor as notebook_doctor
 from notebook_accel.training.processes import devices
+from notebook_accel.wire import Devices
 
 HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine(kind="cpu", devices=(), versions={"torch": "2.13.0"}, **HOST)
+    found = Machine(found=Devices(kind="cpu", versions={"torch": "2.13.0"}), **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
     return found
 
@@ -115,7 +116,7 @@ def test_the_versions_of_what_carries_the_devices_are_named(
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.setattr("torch.version.cuda", "13.0")
     versions = {"torch": "2.13.0", **devices._cuda_versions()}
-    found = Machine(kind="cuda", devices=(), versions=versions, **HOST)
+    found = Machine(found=Devices(kind="cuda", versions=versions), **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
     answer_as_nvidia(monkeypatch, tmp_path, "echo 570.86; echo 570.86")
     assert about("versions").found == "torch 2.13.0, CUDA 13.0, NCCL 2.27.3, NVIDIA driver 570.86"
@@ -141,7 +142,7 @@ def test_a_runs_folder_that_cannot_be_written_stops(
 
 
 def test_devices_that_cannot_be_counted_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Machine(kind="cpu", devices=(), error="no driver", **HOST)
+    broken = Machine(found=Devices(kind="cpu", error="no driver"), **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: broken)
     found = about("devices")
     assert (found.level, found.found) == (STOPS, "no driver")
@@ -173,7 +174,7 @@ def test_gpus_that_torch_does_not_use_are_named(
     tmp_path: Path,
 ) -> None:
     versions = {"torch": "2.13.0+cpu"}
-    found = Machine(kind="cpu", devices=(), versions=versions, problem=problem, **HOST)
+    found = Machine(found=Devices(kind="cpu", versions=versions, problem=problem), **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
     answer_as_nvidia(monkeypatch, tmp_path, "echo H200; echo H200")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

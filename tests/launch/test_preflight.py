@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accel import ConfigError, LaunchError
+from notebook_accel import ConfigError, LaunchError, wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.preflight import (
     Machine,
@@ -143,7 +143,8 @@ def test_more_ranks_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_share_too_little_are_told_of() -> None:
-    machine = Machine(kind="cpu", devices=(), num_cores=2, memory=2**34, free_memory=2**31)
+    host = {"num_cores": 2, "memory": 2**34, "free_memory": 2**31}
+    machine = Machine(found=wire.Devices(kind="cpu"), **host)
     for ranks in (None, 1, 8):
         assert crowding(LaunchConfig(num_processes=ranks), machine) == ""
     for ranks, free in ((9, 2**34), (8, 2**30)):

@@ -20,13 +20,14 @@ from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.preflight import Device, Machine
+from notebook_accel.launch.preflight import Machine
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.picker import as_code, as_yaml, devices_line
 from notebook_accel.system.interrupts import Latch
+from notebook_accel.wire import Devices
 from tests.notebook.widgets import classes, field, inside
 from tests.waiting import eventually
 
@@ -251,7 +252,8 @@ class Notebook:
         monkeypatch.setattr(picker_module, "launch_below", self.launch)
         monkeypatch.setattr(display_slot, "display", lambda data, **_: self.displayed.append(data))
         monkeypatch.setattr(display_slot, "update_display", lambda *_, **__: None)
-        self.machine = Machine(kind="cpu", devices=(), num_cores=2, memory=2**30, free_memory=2**30)
+        host = {"num_cores": 2, "memory": 2**30, "free_memory": 2**30}
+        self.machine = Machine(found=Devices(kind="cpu"), **host)
         monkeypatch.setattr(picker_module, "look_at_machine", lambda: self.machine)
 
     def define(self, name: str) -> Any:
@@ -324,8 +326,8 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
     assert not is_disabled
     assert told("2") == before
     # With accelerators there is one a rank, unless ranks train on the CPU.
-    device = Device(index=0, name="H200", memory=2**37)
-    notebook.machine = replace(notebook.machine, devices=(device,))
+    found = Devices(kind="cuda", names=("H200",), memory=(2**37,))
+    notebook.machine = replace(notebook.machine, found=found)
     notebook.show(form, has="H200")
     eventually(lambda: form.launch.disabled, within=10, what="refused")
     assert "but this machine has 1" in form.note("num_processes")
@@ -442,10 +444,11 @@ def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(
 
 def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
     host: dict[str, Any] = {"num_cores": 8, "memory": 64 * 2**30, "free_memory": 2**30}
-    device = Device(index=0, name="<i>H200</i>", memory=139 * 2**30)
-    text = devices_line(Machine(kind="cuda", devices=(device,), **host))
+    found = Devices(kind="cuda", names=("<i>H200</i>",), memory=(139 * 2**30,))
+    text = devices_line(Machine(found=found, **host))
     assert "&lt;i&gt;H200" in text
     assert "139 GB" in text
     assert "8 CPU cores, 64 GB of memory, 1 GB of it free" in text
-    assert "No accelerator" in devices_line(Machine(kind="cpu", devices=(), **host))
-    assert "no driver" in devices_line(Machine(kind="cpu", devices=(), error="no driver", **host))
+    assert "No accelerator" in devices_line(Machine(found=Devices(kind="cpu"), **host))
+    broken = Devices(kind="cpu", error="no driver")
+    assert "no driver" in devices_line(Machine(found=broken, **host))

@@ -173,7 +173,7 @@ class Agent:
         self._call = 0
         self._ending = Ending()
         self._acting = Acting(self._board, self._post_of_call)
-        self._interrupted_at: float | None = None
+        self._interrupted_at = math.inf
         # When a polite stop began, or its point was found; and when it is said what it waits for.
         self._stopping_since = 0.0
         self._next_wait_notice = math.inf
@@ -192,7 +192,7 @@ class Agent:
         if isinstance(self._channel, FramedChannel):
             for rank in self.ranks:
                 self._channel.follow(rank.rank, rank.tail.fileno())
-        self._post_pids()
+        self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self.ranks})
 
     def _reserve_master(self, port: int) -> None:
         """Bind MASTER_PORT; with port 0 it is another one than before.
@@ -211,9 +211,6 @@ class Agent:
         """Send the socket of MASTER_PORT to rank 0, unless rank 0 is to bind the port itself."""
         if self._master is not None and not self._shares_port:
             self.ranks[0].send(wire.MasterSocket(), [self._master.fileno()])
-
-    def _post_pids(self) -> None:
-        self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self.ranks})
 
     # ---- serve -----------------------------------------------------------------------------
 
@@ -421,7 +418,7 @@ class Agent:
         self._call = message.call
         self._is_shutting_down = self._is_shutting_down or message.last
         self._ending = Ending(grace=message.grace, is_last=self._is_shutting_down)
-        self._interrupted_at = None
+        self._interrupted_at = math.inf
         self._board.reset()
         self._acting = Acting(self._board, self._post_of_call)
         bound = self._master
@@ -512,7 +509,7 @@ class Agent:
             host = next((one for one in self.ranks if one.rank == message.host), rank)
             rank.move(message.process, host)
             self._watch(rank.exit_fd, partial(self.ended.append, rank))
-            self._post_pids()
+            self._post(wire.AgentReady, pids={one.rank: one.pid for one in self.ranks})
         if isinstance(message, wire.CallStarted):
             rank.has_started = True
             self._ending = self._ending.begun(now=time.monotonic())
@@ -527,7 +524,7 @@ class Agent:
         if not isinstance(message, wire.Raised):
             return message
         message = msgspec.structs.replace(
-            message, after_interrupt=self._is_after_interrupt(message.monotonic)
+            message, after_interrupt=message.monotonic >= self._interrupted_at
         )
         if message.kind == "interrupted" and self._ending.has_failed:
             return msgspec.structs.replace(message, ended_by_agent=True)
@@ -544,10 +541,6 @@ class Agent:
         self._ending = self._ending.failed(now=time.monotonic())
         if self._has_others:
             self._post(wire.RankFailed, call=self._call)
-
-    def _is_after_interrupt(self, when: float) -> bool:
-        """Return whether the agent had begun to interrupt or end this call's ranks by ``when``."""
-        return self._interrupted_at is not None and when >= self._interrupted_at
 
     def reap_ended(self) -> None:
         """Reap ended ranks: forward their last messages, kill their children, tell the kernel.
@@ -604,7 +597,7 @@ class Agent:
             signal=-exitcode if exitcode < 0 else None,
             stack=rank.crash_stack(-exitcode),
             ended_by_agent=rank.ended_by_agent,
-            after_interrupt=self._is_after_interrupt(time.monotonic()),
+            after_interrupt=time.monotonic() >= self._interrupted_at,
         )
 
     # ---- what goes out ---------------------------------------------------------------------
@@ -623,8 +616,8 @@ class Agent:
         self._ending = before.ask(stage, now=now, grace=grace)
         if self._ending is before:
             return
-        if stage >= Stage.ALIGN and self._interrupted_at is None:
-            self._interrupted_at = now
+        if stage >= Stage.ALIGN:
+            self._interrupted_at = min(self._interrupted_at, now)
         self._carry_out(stage, now)
 
     def _carry_out(self, stage: Stage, now: float) -> None:

@@ -83,9 +83,6 @@ class FileTail:
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def close(self) -> None:
-        self._file.close()
-
 
 def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
     """Cut ``data`` to its newest 32 KiB at most, from the start of a line where possible."""

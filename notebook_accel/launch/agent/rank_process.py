@@ -182,8 +182,19 @@ class RankProcess:
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_SECONDS
             yield from self._new_sample(now)
-        if self._stacks_asked is not None:
-            yield from self._new_stacks(now)
+        if self._stacks_asked is None:
+            return
+        size, asked = os.fstat(self._stacks).st_size, self._stacks_asked
+        if size != self._stacks_grew[0]:
+            self._stacks_grew = (size, now)
+        if not size and not self._stacks_signalled and now - asked >= _GIL_SECONDS:
+            self._stacks_signalled = True
+            self._signal(STACKS_SIGNAL)
+        is_whole = size and now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
+        if is_whole or now - asked >= _STACKS_SECONDS:
+            self._stacks_asked = None
+            text = self._stacks_text() or "the rank did not answer\n"
+            yield wire.Stacks(rank=self.rank, text=text)
 
     def last_news(self) -> Iterator[wire.Message]:
         """Yield the rest of what the rank printed, and its counters, after a call or its end."""
@@ -237,20 +248,6 @@ class RankProcess:
             self._stacks_grew = (0, self._stacks_asked)
             self._stacks_signalled = False
             os.eventfd_write(self.inherited.asks, 1)
-
-    def _new_stacks(self, now: float) -> Iterator[wire.Message]:
-        size = os.fstat(self._stacks).st_size
-        if size != self._stacks_grew[0]:
-            self._stacks_grew = (size, now)
-        assert self._stacks_asked is not None
-        if not size and not self._stacks_signalled and now - self._stacks_asked >= _GIL_SECONDS:
-            self._stacks_signalled = True
-            self._signal(STACKS_SIGNAL)
-        is_whole = size and now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
-        if is_whole or now - self._stacks_asked >= _STACKS_SECONDS:
-            self._stacks_asked = None
-            text = self._stacks_text() or "the rank did not answer\n"
-            yield wire.Stacks(rank=self.rank, text=text)
 
     def _stacks_text(self) -> str:
         size = os.fstat(self._stacks).st_size

@@ -184,7 +184,7 @@ class Call:
 
     def stacks(self, rank: int | None = None) -> str:
         """Return the current Python stacks of one rank, or of all if ``rank`` is None, as text."""
-        return ""
+        return "the run is not of this process\n"
 
     def logs(self, rank: int | None = None, max_bytes: int | None = None) -> str:
         """Return the output of one rank, or of all ranks with a label on each line.

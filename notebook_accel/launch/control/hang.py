@@ -244,7 +244,11 @@ def find_hang(
     if len(parts) > _MAX_PARTS:
         parts[_MAX_PARTS:] = [f"and so on, at {len(parts) - _MAX_PARTS} more places"]
     if held:
-        parts.append(_suspended(held))
+        pids = " ".join(map(str, held.values()))
+        parts.append(
+            f"{_with_verb([*held], 'is', 'are')} suspended, by SIGSTOP or a debugger: the "
+            f"debugger, or `kill -CONT {pids}`, lets {'it' if len(held) == 1 else 'them'} go on"
+        )
     if ended:
         parts.append(f"{_with_verb(ended, 'has', 'have')} ended")
     begin = "the run hangs: " if is_certain else "ranks wait for others, which are at work: "
@@ -262,14 +266,6 @@ def find_hang(
         operations={one.rank: one.operation for one in stacks if one.operation},
         elsewhere=elsewhere,
         stacks=_alike(stacks),
-    )
-
-
-def _suspended(held: Mapping[int, int]) -> str:
-    pids = " ".join(map(str, held.values()))
-    return (
-        f"{_with_verb([*held], 'is', 'are')} suspended, by SIGSTOP or a debugger: the debugger, or "
-        f"`kill -CONT {pids}`, lets {'it' if len(held) == 1 else 'them'} go on"
     )
 
 

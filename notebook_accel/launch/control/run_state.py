@@ -430,13 +430,10 @@ def _(message: wire.Displayed, state: RunState) -> RunState:
 def _kept(displays: tuple[Display, ...]) -> tuple[Display, ...]:
     """Return the newest displays, at most 20 and 8 MB; the newest one is kept at any size."""
     kept = list(displays)
-    while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and _size(kept) > _MAX_DISPLAY_BYTES):
-        del kept[0]
+    sizes = [sum(map(len, one.data.values())) for one in displays]
+    while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and sum(sizes) > _MAX_DISPLAY_BYTES):
+        del kept[0], sizes[0]
     return tuple(kept)
-
-
-def _size(displays: list[Display]) -> int:
-    return sum(len(text) for one in displays for text in one.data.values())
 
 
 @apply.register
@@ -531,10 +528,6 @@ def _(message: wire.Returned, state: RunState) -> RunState:
     )
 
 
-def _num_ended(state: RunState) -> int:
-    return sum(rank.has_ended for rank in state.ranks)
-
-
 @apply.register
 def _(message: wire.Raised, state: RunState) -> RunState:
     return _change_rank(
@@ -548,7 +541,7 @@ def _(message: wire.Raised, state: RunState) -> RunState:
             made_group=message.made_group,
             ended_by_agent=message.ended_by_agent,
             ended=message.wall,
-            end_order=_num_ended(state),
+            end_order=sum(one.has_ended for one in state.ranks),
             after_interrupt=message.after_interrupt,
         ),
     )
@@ -567,7 +560,7 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
             status=status,
             ended_by_agent=message.ended_by_agent,
             ended=message.wall,
-            end_order=_num_ended(state),
+            end_order=sum(one.has_ended for one in state.ranks),
             after_interrupt=message.after_interrupt,
         )
 

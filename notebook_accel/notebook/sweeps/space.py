@@ -282,16 +282,17 @@ class Leases:
         self._ranks = config.num_processes or 1
         self._devices: tuple[int, ...] = ()
         machine = look_at_machine()
-        on_cpu = config.devices == "cpu" or not machine.devices
+        on_cpu = config.devices == "cpu" or not machine.found.names
         if on_cpu:
             fit = max(1, machine.num_cores // self._ranks)
         else:
             chosen = config.devices
-            found = tuple(device.index for device in machine.devices)
-            devices = chosen if isinstance(chosen, tuple) else found
+            found = machine.found
+            every = tuple(range(len(found.names)))
+            devices = chosen if isinstance(chosen, tuple) else every
             check_enough(self._ranks, len(devices), f"each trial can have {len(devices)} at most")
             # Others cannot be told which of their devices to use.
-            can_choose = machine.kind == "cuda" or machine.kind in VISIBLE_OF_KIND
+            can_choose = found.kind == "cuda" or found.kind in VISIBLE_OF_KIND
             self._devices = devices if can_choose else ()
             fit = len(devices) // self._ranks if can_choose else 1
         self.awaited = ""

@@ -32,7 +32,7 @@ def growing(tmp_path: Path) -> Iterator[Growing]:
     growing = Growing(tmp_path / "log")
     yield growing
     growing.file.close()
-    growing.tail.close()
+    growing.tail._file.close()
 
 
 def test_what_is_new_comes_once(growing: Growing) -> None:

@@ -37,7 +37,7 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OMP_REFUSED", "1")
     with pytest.raises(LaunchError, match=r"temporarily unavailable.*ulimit -u"):
         ask_template(os.environ, lambda source: source.wait_until_ready())
-    assert "ulimit -u" in look_at_machine().error
+    assert "ulimit -u" in look_at_machine().found.error
     monkeypatch.setattr(handle, "_is_warm", False)
     warm()
 
