@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from notebook_accel.training import files
 from notebook_accel.training.accelerator import Accelerator
-from notebook_accel.training.checkpoint.folders import resolved
+from notebook_accel.training.checkpoint.start import resolved
 from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.preparing import extract_model_from_parallel

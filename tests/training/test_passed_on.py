@@ -207,7 +207,7 @@ def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
     own = Path(folder, f"machine {os.environ['RANK']}")
     own.mkdir()
     os.chdir(own)
-    checkpoint.folders.resolved = Path  # type: ignore[assignment]  # one path, two disks
+    checkpoint.start.resolved = Path  # type: ignore[assignment]  # one path, two disks
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(save_on_each_node=save_on_each_node)
     )

@@ -24,7 +24,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training import files
-from notebook_accel.training.checkpoint import folders, saves, start
+from notebook_accel.training.checkpoint import saves, start
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.state_files import on_host, read_state
@@ -49,9 +49,9 @@ class Checkpoints:
         self._progress = start.TrainingProgress(preparation)
         self._request, self._strategy = preparation.request, preparation.strategy
         self._project = project
-        self.numbering = folders.Numbering(project)
+        self.numbering = start.Numbering(project)
         self._background_save: tuple[Path, futures.Future[None]] | None = None
-        self._unsettled: list[saves.RankZeroSave] = []  # on ranks that do not publish
+        self._unsettled: list[saves.Save] = []  # on ranks that do not publish
         self._began: start.Start | None = None  # where the launch's resume= had this training go on
         preparation.checkpoints = weakref.ref(self)
 
@@ -92,7 +92,7 @@ class Checkpoints:
         """
         self._end_background_save()
         current().settle_device()
-        asked = None if output_dir is None else folders.resolved(output_dir)
+        asked = None if output_dir is None else start.resolved(output_dir)
         if asked is None:
             self.numbering.folder()  # raises on every rank alike where there is none
         save = self._begin_save(asked)
@@ -119,7 +119,7 @@ class Checkpoints:
                 self._request.topology.device,
             )
             self._background_save = save.final, written
-        if isinstance(save, saves.RankZeroSave) and not save.writes:
+        if not save.joint and not save.writes:
             self._unsettled.append(save)
         if in_background or self._unsettled:
             current().before_return[self] = self.wait
@@ -131,13 +131,12 @@ class Checkpoints:
     def _needs_all(self) -> bool:
         return self._strategy.saves_together and self._request.topology.num_processes > 1
 
-    def _begin_save(self, asked: Path | None) -> saves.JointSave | saves.RankZeroSave:
+    def _begin_save(self, asked: Path | None) -> saves.Save:
         """Return the next save; drop earlier ones that have ended, or that rank 0 passed by."""
         here, each_machine = self._request.topology, self._project.save_on_each_node
         if self._needs_all:
-            joint = saves.JointSave("save_state()", here, each_machine=each_machine)
-            joint.meet()
-            return joint
+            saves.meet("save_state()", here)
+            each_machine &= not self._strategy.saves_shards  # one needs those of all machines
         place = self._progress.place
         earlier, self._unsettled = self._unsettled, []
         for one in earlier:
@@ -147,11 +146,11 @@ class Checkpoints:
                 self._unsettled.append(one)
             else:
                 one.give_up()
-        return saves.RankZeroSave(here, place, asked, each_machine=each_machine)
+        return saves.Save(here, place, asked, each_machine=each_machine, joint=self._needs_all)
 
     def _finish(
         self,
-        save: saves.JointSave | saves.RankZeroSave,
+        save: saves.Save,
         written: Sequence[files.Piece],
         results: Sequence[Any],
         *,
@@ -197,7 +196,7 @@ class Checkpoints:
         self.wait()
         if self._needs_all:
             # A rank that is alone here waits, and is named, before it begins a collective.
-            saves.JointSave("save_model()", self._request.topology).meet()
+            saves.meet("save_model()", self._request.topology)
         return self._needs_all
 
     def load(
@@ -222,14 +221,14 @@ class Checkpoints:
         # Other Accelerators' saves, too: one may still be writing what is to be read.
         for wait in (*current().before_return.values(), self.wait):
             wait()
-        asked = self.numbering.newest() if input_dir is None else folders.resolved(input_dir)
+        asked = self.numbering.newest() if input_dir is None else start.resolved(input_dir)
         folder = complete_version(asked)
-        if not any(folders.is_ours(name) for name in files.entries(folder)) and not self.load_hooks:
+        if not any(start.is_ours(name) for name in files.entries(folder)) and not self.load_hooks:
             raise FileNotFoundError(
                 f"there is no checkpoint in {files.describe_folder(folder)}. Save one first, or "
                 "pass the folder that save_state() returned as input_dir"
             )
-        saved = sorted(name for name in files.entries(folder) if folders.CUSTOM.fullmatch(name))
+        saved = sorted(name for name in files.entries(folder) if start.CUSTOM.fullmatch(name))
         if len(saved) > len(self.custom):
             raise RuntimeError(
                 f"{folder} has the states of {len(saved)} registered objects "
@@ -257,7 +256,7 @@ class Checkpoints:
     ) -> None:
         """Read the optimizers, and those models that no hook has taken out of the list."""
         strategy = self._strategy
-        layout = folders.format_in(folder)(names=self._names, options=options, strict=strict)
+        layout = start.format_in(folder)(names=self._names, options=options, strict=strict)
         for index, model in enumerate(map(of_torch.original_module, models)):
             weights = layout.read_model(model, folder, index)
             if weights is not None:
@@ -280,10 +279,17 @@ class Checkpoints:
         """
         self.wait()
         self._agree(None)  # now the saves of all ranks have ended
-        root = folders.resolved(folder)
+        root = start.resolved(folder)
         found: list[Path]
         (found,) = broadcast_object_list([start.candidates(root)])
-        self.numbering.parent = self._numbered_parent(root, found)
+        # Numbers go on in ``root``, or in its ``checkpoints``.
+        inner, project = root / "checkpoints", self._project
+        is_project = start.resolved(project.project_dir or "") == root
+        numbered = {one.parent for one in found if start.NUMBERED.fullmatch(one.name)}
+        is_inner = project.automatic_checkpoint_naming and is_project
+        if numbered:
+            is_inner = inner in numbered
+        self.numbering.parent = inner if is_inner else root
         if self._began or current().resume_from:
             return self.resume_launch()
         return self._load_newest(root, found) or start.Start()
@@ -335,7 +341,14 @@ class Checkpoints:
         for one in found:
             damage = self._agree(start.find_damage(one))
             if not damage:
-                damage = self._agree(self._try_to_load(one))
+                own = None
+                try:
+                    self.load(one)
+                except (ConfigError, PermissionError):
+                    raise  # nothing is wrong with the files
+                except (NotebookAccelError, OSError) as error:
+                    own = saves.describe(error)
+                damage = self._agree(own)
                 if not damage:
                     return self._progress.start_in(one)
                 failed.append(damage)
@@ -347,16 +360,6 @@ class Checkpoints:
             )
         return None
 
-    def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
-        """Return the folder in which the numbering continues: ``root`` or its ``checkpoints``."""
-        inner = root / "checkpoints"
-        project = self._project
-        numbers_itself = project.automatic_checkpoint_naming
-        is_project = numbers_itself and folders.resolved(project.project_dir or "") == root
-        numbered_parents = {one.parent for one in found if folders.NUMBERED.fullmatch(one.name)}
-        is_inner = inner in numbered_parents if numbered_parents else is_project
-        return inner if is_inner else root
-
     @staticmethod
     def _agree(damage: str | None) -> str:
         """Return on all ranks the text of the lowest rank that found damage; "" if none did.
@@ -365,18 +368,8 @@ class Checkpoints:
         """
         return next((text for text in gather_object([damage or ""]) if text), "")
 
-    def _try_to_load(self, folder: Path) -> str | None:
-        """Load a checkpoint; return a text on what is wrong with its files, None if nothing is."""
-        try:
-            self.load(folder)
-        except (ConfigError, PermissionError):
-            raise  # nothing is wrong with the files
-        except (NotebookAccelError, OSError) as error:
-            return saves.describe(error)
-        return None
-
     def _pieces(
-        self, save: saves.JointSave | saves.RankZeroSave, *, safe: bool, own_options: dict[str, Any]
+        self, save: saves.Save, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[files.Piece]:
         """Yield this rank's pieces (files) of a checkpoint; save hooks run first.
 

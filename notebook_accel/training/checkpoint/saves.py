@@ -29,8 +29,12 @@ from torch.distributed import distributed_c10d
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.checkpoint.folders import Numbering, is_ours
-from notebook_accel.training.checkpoint.start import has_save_id, random_states_file
+from notebook_accel.training.checkpoint.start import (
+    Numbering,
+    has_save_id,
+    is_ours,
+    random_states_file,
+)
 from notebook_accel.training.collectives import exchange
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
@@ -44,145 +48,31 @@ _PATIENCE_SECONDS = 3600.0
 _NOTICE_SECONDS = 10.0
 
 
-class JointSave:
-    """One save by all ranks, each of which has a part of a model: rank 0 publishes what all wrote.
-
-    They agree on a folder first. Where each rank has whole models, :class:`RankZeroSave` takes its
-    place::
-
-        rank 0   meet -> make the folder -> write -> wait for all, complete, publish -> say so
-        others   meet -> learn of it -----> write -> say what was written ---------> wait for that
-
-    A rank that fails leaves a note, which ends the waits of all others. A rank calls ``meet``,
-    ``open`` and ``finish``; ``fail`` on an error.
-    """
-
-    id: str | None = None
-    final: Path
-    staged: Path
-    folder: StagedFolder | None = None
-
-    def __init__(self, call: str, here: Topology, *, each_machine: bool = False) -> None:
-        self._call = call
-        self._here = here
-        self._own = here.process_index
-        self._each_machine = each_machine
-        self._heard: NotebookAccelError | None = None  # why another rank could not write
-        store = exchange().store()
-        # All ranks call it equally often, and a group that is made anew begins at 1.
-        number = store.add(f"notebook_accel/saves of rank {self._own}", 1)
-        self._store = distributed_c10d.PrefixStore(f"notebook_accel/save {number}", store)
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes the states that all ranks have."""
-        return self.folder is not None
-
-    def meet(self) -> None:
-        """Wait for every rank of the save, an hour at most."""
-        self._say(f"came/{self._own}")
-        came = [f"came/{rank}" for rank in range(self._here.num_processes)]
-        is_told = current().launched
-        for waited in slices(_PATIENCE_SECONDS):
-            if self._store.check(came):
-                return
-            if waited > _NOTICE_SECONDS and not is_told:
-                is_told = True
-                is_here = [self._store.check([key]) for key in came]
-                missing = [str(rank) for rank, is_in in enumerate(is_here) if not is_in]
-                if missing and is_here.index(True) == self._own:  # one rank says it
-                    warnings.warn(
-                        f"{self._call} waits for rank {', '.join(missing)}: call it on every rank, "
-                        "and take it out of `if accelerator.is_main_process:`",
-                        stacklevel=2,
-                    )
-        raise NotebookAccelError(
-            f"{self._call}: not every rank came to it within {_PATIENCE_SECONDS:.0f} s. Call it on "
-            "all of them"
-        )
-
-    def open(self, asked: Path | None, numbers: Numbering) -> None:
-        """Agree on the folder (None: a numbered one) of the save; all ranks call it."""
-        here = self._here
-        leader = self._own - here.local_process_index
-        if self._own == 0:
-            self.folder = numbers.make() if asked is None else StagedFolder.of(asked)
-        elif self._own == leader:
-            ((final, staged),) = self._hear("folder/0")
-            if not Path(staged).exists() and self._each_machine:
-                self.folder = StagedFolder.of(Path(final))
-            elif not Path(staged).exists():
-                raise unseen(f"{staged}, which rank 0 has made,", f"rank {self._own}")
-        if self.folder is not None:
-            final, staged = str(self.folder.final), str(self.folder.path)
-        if self._own != leader:
-            ((final, staged),) = self._hear(f"folder/{leader}")
-        else:
-            self._say(f"folder/{leader}", [final, staged])
-        self.final, self.staged = Path(final), Path(staged)
-
-    def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
-        """Wait until the checkpoint is at its final path, or raise if a rank failed.
-
-        All call it.
-        """
-        if self._own == 0:
-            others = [f"wrote/{rank}" for rank in range(1, self._here.num_processes)]
-            complete([results, *self._hear(*others)])
-            self._publish()
-            for key in others:  # of large models they have megabytes
-                self._store.delete_key(key)
-            self._say("done")
+def meet(call: str, here: Topology) -> None:
+    """Wait for every rank, an hour at most, before a ``call`` that all of them make."""
+    store = exchange().store()
+    # All ranks call it equally often, and a group that is made anew begins at 1.
+    number = store.add(f"notebook_accel/meetings of rank {here.process_index}", 1)
+    came = [f"notebook_accel/meeting {number} of {rank}" for rank in range(here.num_processes)]
+    store.set(came[here.process_index], "")
+    is_told = current().launched
+    for waited in slices(_PATIENCE_SECONDS):
+        if store.check(came):
             return
-        if self.folder is not None:
-            last = self._own + self._here.local_num_processes
-            self._hear(*(f"wrote/{rank}" for rank in range(self._own + 1, last)))
-            self._publish()
-        self._say(f"wrote/{self._own}", results)
-        self._hear("done")
-
-    def _publish(self) -> None:
-        assert self.folder is not None
-        self.folder.publish(is_ours=is_ours)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank could not write, and remove its staged folder."""
-        try:
-            if error is self._heard:
-                return
-            with suppress(dist.DistError):  # of a store that went with its rank
-                # In this order: a rank that finds its folder gone finds the reason too.
-                if self._store.check(["failed"]):
-                    raise self._failure_of_another() from error
-                self._say("failed", [self._own, describe(error)])
-        finally:
-            if self.folder is not None:
-                self.folder.discard()
-
-    def _say(self, key: str, value: Any = None) -> None:
-        self._store.set(key, json.dumps(value))
-
-    def _hear(self, *keys: str) -> list[Any]:
-        """Return the other ranks' values; raise if a rank failed or an hour is over."""
-        if not keys:
-            return []
-        for _ in slices(_PATIENCE_SECONDS):
-            if self._store.check(["failed"]):
-                raise self._failure_of_another()
-            if self._store.check([*keys]):
-                return [json.loads(self._store.get(key)) for key in keys]
-        raise NotebookAccelError(
-            f"{self._call}: other ranks did not finish their part of it within "
-            f"{_PATIENCE_SECONDS:.0f} s"
-        )
-
-    def _failure_of_another(self) -> NotebookAccelError:
-        rank, text = json.loads(self._store.get("failed"))
-        self._heard = NotebookAccelError(
-            f"rank {rank} could not write its part of the checkpoint (the last one stays as it "
-            f"is): {text}. Mend that on its machine, and save again"
-        )
-        return self._heard
+        if waited > _NOTICE_SECONDS and not is_told:
+            is_told = True
+            is_here = [store.check([key]) for key in came]
+            missing = [str(rank) for rank, is_in in enumerate(is_here) if not is_in]
+            if missing and is_here.index(True) == here.process_index:  # one rank says it
+                warnings.warn(
+                    f"{call} waits for rank {', '.join(missing)}: call it on every rank, and take "
+                    "it out of `if accelerator.is_main_process:`",
+                    stacklevel=2,
+                )
+    raise NotebookAccelError(
+        f"{call}: not every rank came to it within {_PATIENCE_SECONDS:.0f} s. Call it on all of "
+        "them"
+    )
 
 
 def slices(seconds: float) -> Iterator[float]:
@@ -203,8 +93,9 @@ def describe(error: BaseException) -> str:
 def unseen(what: object, where: str) -> NotebookAccelError:
     """Return the error of a machine that lacks a file of another one."""
     return NotebookAccelError(
-        f"{what} is not seen on the machine of {where}: save to a disk that all machines share, or "
-        "set ProjectConfiguration(save_on_each_node=True), with which each has all of it"
+        f"{what} is not seen on the machine of {where}: save to a disk that all machines share or, "
+        "if weights are saved whole, set ProjectConfiguration(save_on_each_node=True), with which "
+        "each has all of it"
     )
 
 
@@ -213,40 +104,45 @@ def unseen(what: object, where: str) -> NotebookAccelError:
 _BEGIN_SECONDS = 10.0
 
 
-class RankZeroSave:
-    """One save that rank 0 writes and publishes, and in which no rank waits for another.
-
-    It is called as a ``JointSave`` is::
+class Save:
+    """One save of a checkpoint, which rank 0 publishes::
 
         rank 0   write -> take the others' files in -> publish -> take in what came meanwhile
         others   write into a folder of their own -> leave a note of it; if published, add the files
 
-    So rank 0 may save alone, as many scripts do, and any rank may be late, or fail. Saves of
-    several ranks belong together if they come at the same place in the training and name the same
-    folder. A checkpoint has the ID of its save in its files of random states, so that a late rank
-    adds nothing to a folder that another save has replaced.
+    Where each rank has only a part of a model, the save is ``joint``: all ranks :func:`meet` before
+    it, rank 0 waits for the notes of all, and the others wait until it has published. A rank that
+    fails leaves a note as well, which ends the waits of all others.
 
-    For a rank that has come and not written yet, rank 0 publishes an empty file. Should that rank
-    be killed before it replaces the file, ``resume_or_start`` takes the checkpoint for a damaged
-    one. A rank that gives up takes its note back and then looks whether the checkpoint is
-    published; rank 0 publishes and then looks for the note. So one of the two removes the empty
-    file.
+    Where each rank has the models whole, no rank waits for another. So rank 0 may save alone, as
+    many scripts do, and any rank may be late, or fail. Saves of several ranks belong together if
+    they come at the same place in the training and name the same folder. A checkpoint has the ID of
+    its save in its files of random states, so that a late rank adds nothing to a folder that
+    another save has replaced. For a rank that has come and not written yet, rank 0 publishes an
+    empty file. Should that rank be killed before it replaces the file, ``resume_or_start`` takes
+    the checkpoint for a damaged one. A rank that gives up takes its note back and then looks
+    whether the checkpoint is published; rank 0 publishes and then looks for the note. So one of the
+    two removes the empty file.
 
     With ``each_machine``, the first rank of each machine does there what rank 0 does.
+
+    A rank calls ``open`` and ``finish``; ``fail`` on an error.
     """
 
     final: Path
     staged: Path
-    _folder: StagedFolder
+    _folder: StagedFolder | None = None
+    _heard: NotebookAccelError | None = None  # why another rank could not write
 
     def __init__(
-        self, here: Topology, place: str, asked: Path | None, *, each_machine: bool
+        self, here: Topology, place: str, asked: Path | None, *, each_machine: bool, joint: bool
     ) -> None:
         own = self._own = here.process_index
         machine = own - here.local_process_index
         leader = machine if each_machine else 0
         size = here.local_num_processes if each_machine else here.num_processes
         self.place = place
+        self.joint = joint
         self.writes = own == leader
         self._each_machine = each_machine
         self._is_elsewhere = machine != leader
@@ -255,18 +151,23 @@ class RankZeroSave:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if here.num_processes > 1:
             store = exchange().store()
-            which = f"{place} {asked and asked.name}"
+            # In a joint save the folder is rank 0's, whatever the others name.
+            which = "of all" if joint else f"{place} {asked and asked.name}"
             number = store.add(f"notebook_accel/saves of rank {own} at {which}", 1)
             run = store.compare_set("notebook_accel/saves", "", self.id).decode()
             self.id = f"{run} {which} {number}"
         self._of_rank_0 = distributed_c10d.PrefixStore(f"notebook_accel/{self.id} of 0", store)
         self._store = distributed_c10d.PrefixStore(f"notebook_accel/{self.id} of {leader}", store)
+        self._failures = self._of_rank_0 if joint else self._store
         if not self.writes:
             self._store.set(f"here/{own}", "")
 
     def open(self, asked: Path | None, numbers: Numbering) -> None:
         """Make the folder in which this rank writes; None makes a numbered one."""
-        if asked is None and self._own:
+        if self._own and self.joint:
+            self._wait_for(self._of_rank_0, ["began"])
+            asked = _final(self._of_rank_0)
+        elif self._own and asked is None:
             for _ in slices(_BEGIN_SECONDS):
                 if _final(self._of_rank_0):
                     break
@@ -284,15 +185,16 @@ class RankZeroSave:
 
     def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
         """Publish the checkpoint, or have this rank's files added to it."""
+        assert self._folder is not None
         if not self.writes:
-            self._store.set(f"came/{self._own}", str(self.staged))
+            self._store.set(f"came/{self._own}", json.dumps([str(self.staged), results]))
+            if self.joint:
+                self._wait_for(self._store, ["done"])
             self.look()
             return
-        complete([results])
-        for rank, path in self._came():
-            if not path.exists():
-                raise unseen(path, f"rank 0, and rank {rank} has written it")
-            add_entries(path, self.staged, lambda _: True)
+        if self.joint:
+            self._wait_for(self._store, [f"came/{rank}" for rank in self._others])
+        complete([results, *self._take_in()])
         awaited = [rank for rank in self._others if self._store.check([f"here/{rank}"])]
         for rank in awaited:
             (self.staged / random_states_file(rank)).touch()
@@ -302,20 +204,52 @@ class RankZeroSave:
         self._folder.discard()
         # Who comes from now on sees this, and adds its files itself.
         self._store.set("done", "")
-        for _, path in self._came():
+        for _, path, _ in self._came():
             add_entries(path, self.final, self._is_of_this)
         for rank in awaited:
             if not self._store.check([f"here/{rank}"]):
                 drop_empty(self.final / random_states_file(rank), self._is_of_this)
 
-    def _came(self) -> Iterator[tuple[int, Path]]:
-        """Yield rank and folder of each rank that has written."""
+    def _take_in(self) -> list[Any]:
+        """Take in the files of ranks that have written; return these ranks' results."""
+        taken = []
+        for rank, path, results in self._came():
+            if not path.exists():
+                raise unseen(path, f"rank 0, and rank {rank} has written it")
+            add_entries(path, self.staged, lambda _: True)
+            self._store.delete_key(f"came/{rank}")  # of large models they have megabytes
+            taken.append(results)
+        return taken
+
+    def _came(self) -> Iterator[tuple[int, Path, Any]]:
+        """Yield rank, folder and results of each rank that has written."""
         for rank in self._others:
             if self._store.check([f"came/{rank}"]):
-                path = Path(self._store.get(f"came/{rank}").decode())
+                path, results = json.loads(self._store.get(f"came/{rank}"))
                 # What is taken in is removed there, and others may write into the store.
-                if is_staged(path, f"rank_{rank}"):
-                    yield rank, path
+                if is_staged(Path(path), f"rank_{rank}"):
+                    yield rank, Path(path), results
+
+    def _wait_for(self, store: Any, keys: list[str]) -> None:
+        """Wait for notes of other ranks; raise if a rank failed or an hour is over."""
+        for _ in slices(_PATIENCE_SECONDS):
+            self._raise_if_another_failed()
+            if not keys or store.check(keys):
+                return
+        raise NotebookAccelError(
+            "save_state(): other ranks did not finish their part of it within "
+            f"{_PATIENCE_SECONDS:.0f} s"
+        )
+
+    def _raise_if_another_failed(self) -> None:
+        if self._failures.check(["failed"]):
+            self._discard()
+            rank, text = json.loads(self._failures.get("failed"))
+            self._heard = NotebookAccelError(
+                f"rank {rank} could not write its part of the checkpoint (the last one stays as it "
+                f"is): {text}. Mend that on its machine, and save again"
+            )
+            raise self._heard
 
     def _is_of_this(self, folder: Path) -> bool:
         return has_save_id(folder, self.id)
@@ -330,18 +264,13 @@ class RankZeroSave:
 
         Add files that came.
         """
-        if self._store.check(["failed"]):
-            self._folder.discard()
-            raise NotebookAccelError(
-                "rank 0 could not write the checkpoint (the last one stays as it is): "
-                + self._store.get("failed").decode()
-            )
+        self._raise_if_another_failed()
         self.final = _final(self._store) or self.final
         if not self._store.check(["done"]):
             return False
         if self.staged.exists():
             add_entries(self.staged, self.final, self._is_of_this)
-        self._folder.discard()
+        self._discard()
         if self._is_elsewhere and not self.final.exists():
             raise unseen(self.final, f"rank {self._own}")
         return True
@@ -380,16 +309,21 @@ class RankZeroSave:
         self._discard()
 
     def fail(self, error: BaseException) -> None:
-        """Remove what this rank has written; if it was to publish, the other ranks are told."""
-        with suppress(dist.DistError):
-            if self.writes:
-                self._store.set("failed", describe(error))
-            else:
-                self.give_up()
-        self._discard()
+        """Remove what this rank has written; tell the other ranks, if they need what it has."""
+        try:
+            with suppress(dist.DistError):  # of a store that went with its rank
+                if not (self.writes or self.joint):
+                    self.give_up()
+                elif error is not self._heard:
+                    if self.joint:
+                        self._raise_if_another_failed()
+                    # In this order: a rank that finds its folder gone finds the reason too.
+                    self._failures.set("failed", json.dumps([self._own, describe(error)]))
+        finally:
+            self._discard()
 
     def _discard(self) -> None:
-        if hasattr(self, "_folder"):
+        if self._folder is not None:
             self._folder.discard()
 
 
@@ -399,7 +333,7 @@ def _final(store: Any) -> Path | None:
 
 
 def in_background(
-    save: JointSave | RankZeroSave, finish: Callable[[], None], device: torch.device
+    save: Save, finish: Callable[[], None], device: torch.device
 ) -> futures.Future[None]:
     """Start a thread of this rank that writes and publishes a checkpoint.
 

@@ -1,4 +1,9 @@
-"""Where training continues: ``Start``, how checkpoints keep it, and which checkpoint is loaded.
+"""The folders of checkpoints, and where training continues: ``Start``.
+
+Numbered checkpoints lie side by side::
+
+    project_dir/checkpoints/     or the folder that ``resume_or_start`` was given
+        checkpoint_0/  checkpoint_1/  ...
 
 The newest checkpoint that can be read is found in two steps, so that a damaged one is mostly
 noticed before anything is loaded from it. First every rank checks the sizes and headers of the
@@ -8,9 +13,12 @@ A training may go on with other arguments: shapes are compared, and settings giv
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -21,16 +29,16 @@ from safetensors import safe_open
 from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler
 
-from notebook_accel.errors import NotebookAccelError
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.checkpoint.folders import NUMBERED, format_in, holds_state, is_ours
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.files import entries, numbered
-from notebook_accel.training.files.atomic import complete_version
+from notebook_accel.training.files import Format, entries, numbered
+from notebook_accel.training.files.atomic import StagedFolder, complete_version
 from notebook_accel.training.files.state_files import explain, read_state
 from notebook_accel.training.preparing import Preparation
 from notebook_accel.training.preparing.state_after_stop import INTERRUPTED
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
+from notebook_accel.training.settings.handlers import ProjectConfiguration
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import (
     AcceleratedOptimizer,
@@ -38,12 +46,106 @@ from notebook_accel.training.stepping.optimizer import (
     inner_optimizer,
     settings_of,
 )
+from notebook_accel.training.strategies.base import sharded
+from notebook_accel.training.strategies.deepspeed import DeepSpeedFiles
+
+NUMBERED = re.compile(r"checkpoint_(\d+)")
+# The states of objects that the user registered.
+CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
+
+# The formats of models and optimizers, by the entries that a checkpoint has of each: the first that
+# it has any of is how it is read. It has one weights file a model; the several files and the index
+# that save_model writes are the user's export, and stay. "latest" stays too: the next DeepSpeed
+# checkpoint replaces it, and users have links of that name.
+FORMATS: dict[re.Pattern[str], Callable[..., Format]] = {
+    re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+"): sharded,
+    re.compile(r"pytorch_model|zero_to_(fp32|torch)\.py"): DeepSpeedFiles,
+    re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)"): Format,
+}
+_ENTRIES = re.compile(
+    r"(scheduler|loader)(_\d+)?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
+)
+# What save_model writes, too.
+_WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
 
 # In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
 # them the seconds since 1970, which prepared loader they speak of, and the steps of each optimizer.
 _KEY, _WRITTEN = "training", "written"
 # Also in that file: which save it is of.
 SAVE_ID = "save_id"
+
+
+def is_ours(name: str) -> bool:
+    """Return whether an entry of this name in a checkpoint's folder belongs to the checkpoint.
+
+    Other entries are the user's: a new checkpoint at the same path does not remove them.
+    """
+    return any(pattern.fullmatch(name) for pattern in (*FORMATS, _ENTRIES))
+
+
+def format_in(folder: Path) -> Callable[..., Format]:
+    """Return the class of the format of a checkpoint's models and optimizers."""
+    names = entries(folder)
+    found = (kind for pattern, kind in FORMATS.items() if any(map(pattern.fullmatch, names)))
+    return next(found, Format)
+
+
+def resolved(folder: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder, with ``~`` expanded."""
+    return Path(folder).expanduser().resolve()
+
+
+class Numbering:
+    """Names, finds and removes numbered checkpoints (``checkpoint_0``, ``checkpoint_1``, ...)."""
+
+    def __init__(self, project: ProjectConfiguration) -> None:
+        self.project = project
+        self.parent: Path | None = None
+
+    def folder(self) -> Path:
+        """Return the folder of the numbered checkpoints."""
+        project = self.project
+        if self.parent is not None:
+            return self.parent
+        if not project.automatic_checkpoint_naming or project.project_dir is None:
+            raise ConfigError(
+                "no folder was given: pass one, or make the Accelerator with "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return resolved(project.project_dir) / "checkpoints"
+
+    def existing(self) -> list[tuple[int, Path]]:
+        """Return (number, folder) of each numbered checkpoint, the oldest first."""
+        folder = self.folder()
+        found = ((NUMBERED.fullmatch(name), folder / name) for name in entries(folder))
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    def newest(self) -> Path:
+        """Return the checkpoint with the highest number, or :meth:`folder` if there is none."""
+        found = self.existing()
+        return found[-1][1] if found else self.folder()
+
+    def next(self, being_written: Sequence[str] = ()) -> str:
+        """Return the name of the next checkpoint, with a number above all existing ones."""
+        names = [*entries(self.folder()), *being_written]
+        above = [int(match[1]) + 1 for match in map(NUMBERED.fullmatch, names) if match]
+        return f"checkpoint_{max([self.project.iteration, *above])}"
+
+    def make(self) -> StagedFolder:
+        """Return a new staged folder for the next numbered checkpoint."""
+        return StagedFolder(self.folder(), NUMBERED.pattern, self.next)
+
+    def follow(self, written: Path) -> None:
+        """Make the next number higher than that of ``written``, if ``written`` is numbered."""
+        match = NUMBERED.fullmatch(written.name)
+        if match:  # else rank 0 named a folder, and this rank none
+            self.project.iteration = int(match[1]) + 1
+
+    def remove_oldest(self) -> None:
+        """Remove the oldest checkpoints beyond the user's ``total_limit``, if it is set."""
+        limit = self.project.total_limit
+        for _, folder in self.existing()[:-limit] if limit is not None else ():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +231,11 @@ def candidates(folder: Path) -> list[Path]:
 
 def _is_checkpoint(path: Path) -> bool:
     # One that is being written, or was when its writer died, begins with a dot.
-    return not path.name.startswith(".") and holds_state(entries(complete_version(path)))
+    if path.name.startswith("."):
+        return False
+    # Exported weights alone are none.
+    names = entries(complete_version(path))
+    return any(is_ours(name) and not _WEIGHTS.fullmatch(name) for name in names)
 
 
 def _time_of(path: Path) -> float:

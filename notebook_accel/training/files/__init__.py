@@ -8,7 +8,7 @@ The base keeps them whole, a file for each, and tied weights once. Exports of la
     model.safetensors, model_1.safetensors, ...   tied weights once; pytorch_model.bin by wish
     optimizer.bin, optimizer_1.bin, ...
 
-A new format is a file with its class, and a line in the table of ``checkpoint/folders``, by which a
+A new format is a file with its class, and a line in the table of ``checkpoint/start``, by which a
 checkpoint is read. A strategy names the format that it writes (``Strategy.format``).
 
 A format gives *pieces*: each is collected first, and then written::
@@ -116,7 +116,12 @@ def save_model(
     Args:
         max_shard_size: largest size of a file: bytes, or a text such as "10GB".
     """
-    limit = _as_bytes(max_shard_size)
+    limit = max_shard_size
+    if not isinstance(limit, (int, float)):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)", str(limit).strip().upper())
+        if found is None or found[2] not in _UNITS:
+            raise ConfigError(f'max_shard_size={limit!r}: expected bytes, or a text such as "10GB"')
+        limit = int(float(found[1]) * _UNITS[found[2]])
     final = folder.expanduser().resolve()
     staged = StagedFolder.of(final)
     try:
@@ -170,15 +175,6 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: float) -> Iterator[dict[
         shard[name] = tensor
         size += tensor.nbytes
     yield shard
-
-
-def _as_bytes(size: float | str) -> float:
-    if isinstance(size, (int, float)):
-        return size
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)", str(size).strip().upper())
-    if found is None or found[2] not in _UNITS:
-        raise ConfigError(f'max_shard_size={size!r}: expected bytes, or a text such as "10GB"')
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -264,9 +260,9 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 class Piece:
     """One file of a checkpoint, or this rank's part of a file or folder that all ranks write."""
 
-    state: Any
+    state: Any = None
     """What is written."""
-    into: Callable[[Any, Path], None]
+    into: Callable[[Any, Path], None] = lambda _, __: None
     """Writes a state into a folder."""
 
     def prepare(self, folder: Path) -> None:

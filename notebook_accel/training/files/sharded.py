@@ -64,7 +64,7 @@ class ShardedPiece(Piece):
     """
 
     def __init__(self, state: dict[str, Any], name: str, beside: Piece | None = None) -> None:
-        super().__init__(state, lambda _, __: None)  # parts are written by DCP's plan
+        super().__init__(state)
         self._name = name
         self._beside = beside
 
