@@ -284,10 +284,8 @@ def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
         part: torch.Tensor = type(spread)(local, spread._spec, requires_grad=False)
         return part
     _report_missing("DTensor._spec", "the copy of a checkpoint stays on its device")
-    whole: torch.Tensor = type(spread).from_local(
-        local, spread.device_mesh, spread.placements, shape=spread.shape, stride=spread.stride()
-    )
-    return whole.detach()
+    copied: torch.Tensor = spread.detach().clone()
+    return copied
 
 
 def part_of_file(stored: Mapping[str, Any]) -> Any:

@@ -38,12 +38,7 @@ from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.files import save_model, save_object
-from notebook_accel.training.precision import (
-    PRECISIONS,
-    AORecipeKwargs,
-    refuse_divided_layers,
-    resolve_precision,
-)
+from notebook_accel.training.precision import PRECISIONS, AORecipeKwargs, resolve_precision
 from notebook_accel.training.preparing import Preparation, extract_model_from_parallel
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.device_memory import release_memory
@@ -89,10 +84,7 @@ from notebook_accel.training.strategies import (
     make_strategy,
     resolve_plugins,
 )
-from notebook_accel.training.strategies.compiling import (
-    DynamoBackend,
-    TorchDynamoPlugin,
-)
+from notebook_accel.training.strategies.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accel.training.tracking import resolve_trackers
 from notebook_accel.training.tracking.profiling import profile
@@ -284,8 +276,14 @@ class Accelerator(TrainingInfo):
             mixed_precision = one.resolve_precision(mixed_precision)
             num_steps = one.resolve_steps(num_steps)
         precision = resolve_precision(mixed_precision)
-        if any(one.divides_layers for one in plugins.values()):
-            refuse_divided_layers(precision)
+        if PRECISIONS[precision].converts_layers and any(
+            one.divides_layers for one in plugins.values()
+        ):
+            raise ConfigError(
+                f"mixed_precision={precision!r} converts whole linear layers, and was asked for "
+                "with tensor parallelism or DeepSpeed, which divide or keep them their own way: "
+                'use mixed_precision="bf16", or DDP, FSDP or a pipeline'
+            )
         window = resolve_plugin(None if accumulation else num_steps, accumulation)
         here = topology.establish(cpu=cpu, options=pick_handler(handlers, InitProcessGroupKwargs))
         if cpu and here.device.type != "cpu":

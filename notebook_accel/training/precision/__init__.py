@@ -438,16 +438,3 @@ def resolve_precision(asked: str | None) -> str:
     given = asked if asked is not None else environment.read("MIXED_PRECISION") or "no"
     name = "mixed_precision" if asked is not None else "ACCELERATE_MIXED_PRECISION"
     return as_choice(name, str(given).lower(), [*PRECISIONS])
-
-
-def refuse_divided_layers(name: str) -> None:
-    """Raise if a precision needs whole layers.
-
-    It is called if a rank may hold only a part of a layer: for tensor parallelism and DeepSpeed.
-    """
-    if PRECISIONS[name].converts_layers:
-        raise ConfigError(
-            f"mixed_precision={name!r} converts whole linear layers, and was asked for with tensor "
-            "parallelism or DeepSpeed, which divide or keep them their own way: use "
-            'mixed_precision="bf16", or DDP, FSDP or a pipeline'
-        )

@@ -110,7 +110,9 @@ class Preparation:
                 [item for item in objects if isinstance(item, Module)],
                 [inner_optimizer(item) for item in objects if isinstance(item, Optimizer)],
                 [item for item in objects if isinstance(item, LRScheduler)],
-                self._schedule_steps,
+                # Schedules are counted in batches of the unprepared loader: by so many of these all
+                # ranks together move at a time.
+                strategy.data_group.size // self._num_shares,
                 [size for item in objects for size in _batch_sizes(item, self._num_shares)],
             )
         )
@@ -398,15 +400,6 @@ class Preparation:
     def _num_shares(self) -> int:
         """Number of parts into which ranks divide each batch; 1 without ``split_batches``."""
         return self.strategy.data_group.size if self.request.loaders.split_batches else 1
-
-    @property
-    def _schedule_steps(self) -> int:
-        """Number of scheduler steps per optimizer step.
-
-        Schedules are counted in batches of the unprepared loader. This is the number of such
-        batches that all ranks together use at a time.
-        """
-        return self.strategy.data_group.size // self._num_shares
 
     def clear(self) -> None:
         """Empty the lists of prepared models, optimizers, schedulers and loaders."""

@@ -188,22 +188,16 @@ class RankPart(Rescued):
                 if name.startswith("random"):
                     state[INTERRUPTED] = torn
         # A rank that was interrupted while it prepared has fewer of them.
-        made = [
-            _whole_model(
-                model, _each([part.weights for part in parts], index), f"model {index}", missing
-            )
-            for index, model in enumerate(self.models)
-        ]
+        made = []
+        for index, model in enumerate(self.models):
+            own = [part.weights[index] for part in parts if index < len(part.weights)]
+            made.append(_whole_model(model, own, f"model {index}", missing))
         dropped = [line for part in parts for line in part.missing][:1]
         missing += dropped
-        optimizers = [
-            None
-            if dropped
-            else _whole(
-                _each([part.optimizers for part in parts], index), f"optimizer {index}", missing
-            )
-            for index in range(len(self.optimizers))
-        ]
+        optimizers: list[Any] = [None for _ in self.optimizers]
+        for index in () if dropped else range(len(optimizers)):
+            states = [part.optimizers[index] for part in parts if index < len(part.optimizers)]
+            optimizers[index] = _whole(states, f"optimizer {index}", missing)
         return Rescued(
             models=[model for model, _ in made],
             weights=[weights for _, weights in made],
@@ -213,11 +207,6 @@ class RankPart(Rescued):
             missing=missing,
             files=files,
         )
-
-
-def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
-    """Return the items at ``index`` of all lists that have one."""
-    return [one[index] for one in lists if index < len(one)]
 
 
 def in_pieces(values: Any) -> Any:

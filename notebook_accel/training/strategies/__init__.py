@@ -54,9 +54,7 @@ class Choice(NamedTuple):
 STRATEGIES = {
     "xla": Choice(lambda request: request.topology.device.type == "xla", ".xla", "XlaParallel"),
     "deepspeed": Choice(
-        lambda request: "deepspeed_plugin" in request.plugins,
-        ".deepspeed",
-        "DeepSpeedZero",
+        lambda request: "deepspeed_plugin" in request.plugins, ".deepspeed", "DeepSpeedZero"
     ),
     "pipeline": Choice(lambda request: "pp" in request.mesh_dims, ".pipeline", "PipelineParallel"),
     # Replicas alone are plain data parallelism (DDP).

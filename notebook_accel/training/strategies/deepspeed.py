@@ -20,7 +20,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -49,17 +49,8 @@ from notebook_accel.training.stepping.optimizer import (
     shares_parameters,
 )
 from notebook_accel.training.stepping.step_timer import step_timer
-from notebook_accel.training.strategies.base import (
-    ModelToPrepare,
-    PrepareCall,
-    Request,
-    Strategy,
-)
-from notebook_accel.training.strategies.deepspeed_plugin import (
-    DummyOptim,
-    DummyScheduler,
-    complete,
-)
+from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request, Strategy
+from notebook_accel.training.strategies.deepspeed_plugin import DummyOptim, DummyScheduler, complete
 
 _GROUP = "process group that DeepSpeed knows"
 
@@ -399,6 +390,7 @@ _RECORDS = {
 }
 
 
+@dataclass
 class EnginePiece(Piece):
     """The piece of a checkpoint that a DeepSpeed engine writes itself: models and optimizers.
 
@@ -406,13 +398,11 @@ class EnginePiece(Piece):
     everything, and nothing is left to write in the background.
     """
 
-    def __init__(self, engine: Any, options: dict[str, Any]) -> None:
-        super().__init__(None, lambda _, __: None)
-        self._engine = engine
-        self._options = options
+    engine: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=FOLDER, **self._options)
+        self.engine.save_checkpoint(str(folder), tag=FOLDER, **self.options)
 
 
 @dataclass(kw_only=True)
@@ -432,7 +422,7 @@ class DeepSpeedFiles(Format):
     engine: Any = None
 
     def pieces(self, weights: Sequence[Any], optimizers: Sequence[Optimizer]) -> Iterator[Piece]:
-        yield EnginePiece(self.engine, self.options)
+        yield EnginePiece(engine=self.engine, options=self.options)
 
     def read_model(self, model: Module, folder: Path, index: int) -> dict[str, Any]:
         """Return the model's whole weights, in float32 if DeepSpeed kept them so."""

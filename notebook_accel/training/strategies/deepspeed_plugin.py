@@ -232,7 +232,19 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             raise ConfigError('enable_msamp=True: MS-AMP is not there; use mixed_precision="bf16"')
         self.dschf: Any = None
         given = self.hf_ds_config or _OPTIONS["hf_ds_config"].from_environment() or "none"
-        self.hf_ds_config = _configuration_of(given)
+        if given == "none":
+            # Without a configuration all is "auto", and the fields fill it in.
+            sizes = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
+            self.hf_ds_config = HfDeepSpeedConfig(sizes)
+            for option in _ENTRIES.values():
+                self.hf_ds_config.set_value(option.entry, AUTO)
+        elif not isinstance(given, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(given)
+        if not isinstance(self.hf_ds_config.config.get("zero_optimization"), dict):
+            raise ConfigError(
+                "the DeepSpeed configuration has no section zero_optimization: add one, such as "
+                '"zero_optimization": {"stage": 2}'
+            )
         self._join_with_fields()
         if self.zero_stage not in (1, 2, 3):
             raise ConfigError(
@@ -462,22 +474,6 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return int(own)
 
 
-def _configuration_of(given: Any) -> HfDeepSpeedConfig:
-    if given == "none":
-        # Without a configuration all is "auto", and the fields fill it in.
-        made = HfDeepSpeedConfig({"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO})
-        for option in _ENTRIES.values():
-            made.set_value(option.entry, AUTO)
-        return made
-    config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
-    if not isinstance(config.config.get("zero_optimization"), dict):
-        raise ConfigError(
-            "the DeepSpeed configuration has no section zero_optimization: add one, such as "
-            '"zero_optimization": {"stage": 2}'
-        )
-    return config
-
-
 _ZERO = "zero_optimization."
 
 
@@ -492,11 +488,7 @@ class DummyOptim(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        weight_decay: float = 0,
-        **kwargs: Any,
+        self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
     ) -> None:
         """Store the parameters, and the values for "auto" entries of the configuration.
 

@@ -34,13 +34,13 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,12 @@ from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import find_batch_size, leaves, recursively_apply
-from notebook_accel.training.files import memory_of
-from notebook_accel.training.models import ReplacedForward, set_within, weights_of
+from notebook_accel.training.models import (
+    ReplacedForward,
+    joined_state_dict,
+    set_within,
+    weights_of,
+)
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.stepping.step_timer import step_timer
@@ -102,6 +106,9 @@ class PipelineParallel(MeshParallel):
         self._keys = WeakIdKeyDictionary()
         # Weights that no other stage has.
         self._own = WeakIdKeyDictionary()
+        self._num_prepared = 0  # counted, since ranks may forget models at different times
+        self._models: WeakValueDictionary[int, Module] = WeakValueDictionary()
+        # The names in each model's state dict before it was cut.
         self._state_names: WeakKeyDictionary[Module, list[str]] = WeakKeyDictionary()
 
     @property
@@ -152,9 +159,10 @@ class PipelineParallel(MeshParallel):
             # Each backward would add up what stages share once more, that of the other model too.
             if weight.requires_grad and weight in self._keys:
                 raise shared_weight(model, name)
-        number = len(self._state_names)
+        number = self._num_prepared = self._num_prepared + 1
+        self._models[number] = model
         self._state_names[model] = list(model.state_dict())
-        note = _name_all(self._state_names[model])
+        note = partial(_note_number, number)
         model.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
         keys = {name: (number, place) for place, name in enumerate(weights)}
         for name, weight in weights.items():
@@ -249,8 +257,11 @@ class PipelineParallel(MeshParallel):
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         if not full or model not in self._state_names:
             return super().state_dict(model, full=full, keeps=keeps)
-        whole: dict[str, Any] = self.make_whole(model.state_dict())
-        return whole if keeps else {}
+        own = joined_state_dict(
+            model, lambda _, value: recursively_apply(_whole_on_host, value), keeps=True
+        )
+        joined = self._join(own)
+        return {name: joined[name] for name in self._state_names[model]} if keeps else {}
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
         pipeline, found = pipeline_of(model), super().buffers_elsewhere(model)
@@ -263,10 +274,9 @@ class PipelineParallel(MeshParallel):
     def make_whole(self, values: Any) -> Any:
         # What a user saves by hand: accelerator.save(model.state_dict(), file).
         def join(state: Any) -> dict[str, Any]:
-            joined = self._join(_whole_with_ties(state))
-            return {name: joined[name] for name in getattr(state, _NAMES)}
+            return self.state_dict(self._models[getattr(state, _NUMBER)], full=True)
 
-        return recursively_apply(join, values, test_type=lambda value: hasattr(value, _NAMES))
+        return recursively_apply(join, values, test_type=lambda value: hasattr(value, _NUMBER))
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         found = optimizer.state_dict()
@@ -285,34 +295,13 @@ class PipelineParallel(MeshParallel):
         return {key: value for found in of_stages for key, value in found.items()}
 
 
-# An attribute of a cut model's state dict: the names of the whole one.
-_NAMES = "_notebook_accel_names"
+# An attribute of a cut model's state dict: the model's number, by which ``make_whole`` finds it.
+_NUMBER = "_notebook_accel_number"
 
 
-def _name_all(names: list[str]) -> Callable[..., None]:
-    """Return a hook that attaches the uncut model's names to a state dict, for ``make_whole``."""
-
-    def note(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-        if not prefix:
-            setattr(state, _NAMES, names)
-
-    return note
-
-
-def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return full tensors on the CPU, one object for a tied weight.
-
-    All ranks of the stage call it.
-    """
-    seen: dict[Any, torch.Tensor] = {}
-    found = dict(state)
-    for name, value in state.items():
-        if torch.is_tensor(value) and value.numel():
-            key = memory_of(local_part(value))
-            if key not in seen:
-                seen[key] = _whole_on_host(value)
-            found[name] = seen[key]
-    return found
+def _note_number(number: int, _: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    if not prefix:
+        setattr(state, _NUMBER, number)
 
 
 def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
@@ -397,11 +386,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        model: Module,
-        mesh: DeviceMesh,
-        parallelism: ParallelismConfig,
-        device: torch.device,
+        self, model: Module, mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device
     ) -> None:
         """Cut a model, in place, by replacing forwards: blocks of other ranks are dropped."""
         # Torch's schedule, made with the first batch, and the shapes that it was made for.
@@ -468,7 +453,18 @@ class Pipeline:
         losses: dict[int, torch.Tensor] = {}
 
         def end(number: int, outputs: Any) -> torch.Tensor:
-            loss = self._mean_loss(outputs, self.micro_batches[number], loss_function)
+            batch = self.micro_batches[number]
+            if batch.num_real:
+                if batch.num_real < batch.size:
+                    outputs = _take(outputs, batch.size, slice(batch.num_real))
+                total = sum(each.num_real for each in self.micro_batches)
+                loss = loss_function(outputs, batch.targets) * (batch.num_real / total)
+            else:
+                # Nothing, but backward must run through all stages. No number is multiplied by 0:
+                # an infinite one (of a mask) would give NaN.
+                tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
+                nothing = (part.flatten()[:0].sum() for part in tensors if part.requires_grad)
+                loss = sum(nothing, torch.zeros((), device=self.device))
             losses[number] = loss.detach()
             return for_backward(loss)
 
@@ -530,21 +526,6 @@ class Pipeline:
             )
             self._built_for = shapes
         return self._built
-
-    def _mean_loss(
-        self, outputs: Any, batch: _MicroBatch, loss_function: LossFunction
-    ) -> torch.Tensor:
-        """Return a micro-batch's share of the mean loss; without real samples a 0 with a graph."""
-        if not batch.num_real:
-            tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
-            # Nothing, but backward must run through all stages. No number is multiplied by 0:
-            # an infinite one (of a mask) would give NaN.
-            nothing = (part.flatten()[:0].sum() for part in tensors if part.requires_grad)
-            return sum(nothing, torch.zeros((), device=self.device))
-        if batch.num_real < batch.size:
-            outputs = _take(outputs, batch.size, slice(batch.num_real))
-        total = sum(each.num_real for each in self.micro_batches)
-        return loss_function(outputs, batch.targets) * (batch.num_real / total)
 
     def run(self, stage: int, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
         """Run the forward of a stage; ``received`` is None at stage 0."""

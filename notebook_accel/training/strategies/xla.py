@@ -24,7 +24,6 @@ from torch.optim.optimizer import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
 from notebook_accel.training.models import RemovableForward, replaced_forwards, weights_of
-from notebook_accel.training.precision import LossScaling
 from notebook_accel.training.processes import xla_driver
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
@@ -46,7 +45,16 @@ class XlaParallel(Strategy):
         import torch_xla.debug.metrics as met
 
         super().__init__(request)
-        _refuse_others(request.plugins, self.scaling)
+        for name in request.plugins:
+            raise ConfigError(
+                f"{name} was given, and torch_xla trains here with a whole model on each rank: "
+                "sharding is there by SPMD alone, which excludes xmp.spawn. Leave the plugin out"
+            )
+        if self.scaling is not None:
+            raise ConfigError(
+                'mixed_precision="fp16" scales losses, which torch_xla does not support: use '
+                '"bf16", which TPUs are made for'
+            )
         self._xm: Any = xm
         self._metrics: Any = met
         # By number: ranks that are threads see each other's optimizers step.
@@ -158,19 +166,6 @@ class _MovingForward(RemovableForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         moved_args, moved_kwargs = send_to_device((args, kwargs), self.device)
         return self.plain(*moved_args, **moved_kwargs)
-
-
-def _refuse_others(plugins: Iterable[str], scaling: LossScaling | None) -> None:
-    for name in plugins:
-        raise ConfigError(
-            f"{name} was given, and torch_xla trains here with a whole model on each rank: "
-            "sharding is there by SPMD alone, which excludes xmp.spawn. Leave the plugin out"
-        )
-    if scaling is not None:
-        raise ConfigError(
-            'mixed_precision="fp16" scales losses, which torch_xla does not support: use "bf16", '
-            "which TPUs are made for"
-        )
 
 
 def _host_copy(state: Any) -> Any:
