@@ -38,7 +38,7 @@ from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import NotebookSession
 from notebook_accel.notebook.warming import prepare
-from notebook_accel.notebook.worker.calls import CellCall
+from notebook_accel.notebook.worker import CellCall
 
 # ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
 # asks a completer by the first word of the line, and takes of its answer what begins with the word

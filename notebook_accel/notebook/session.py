@@ -33,6 +33,7 @@ from notebook_accel.launch.run import Run, call_of, results_now
 from notebook_accel.launch.text import used_names, wording
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.streams import BreakpointError
+from notebook_accel.notebook import worker
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
@@ -40,7 +41,6 @@ from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import say, show_values
 from notebook_accel.notebook.tracebacks import cell_sources, debug
 from notebook_accel.notebook.views import choose_view
-from notebook_accel.notebook.worker import calls
 from notebook_accel.system.processes import describe_exit
 
 _DEBUG = "`%accelerate debug` looks into its frames"
@@ -89,7 +89,7 @@ class NotebookSession:
         self._noted: Run | None = None
         # What the ranks repeated of the notebook's settings of libraries, by key.
         self._setup: dict[str, bytes] = {}
-        self._sent: tuple[calls.CodeCall | None, frozenset[str]] = (None, frozenset())
+        self._sent: tuple[worker.NamesCall | None, frozenset[str]] = (None, frozenset())
         # Whether all ranks had a process group that they have left since: the next cell or function
         # call makes it anew. Whether they have names that they could not tell: a call raised.
         self._has_lost_group = False
@@ -119,7 +119,7 @@ class NotebookSession:
 
     def run_cell(
         self,
-        request: calls.CellCall,
+        request: worker.CellCall,
         *,
         code: str,
         number: int,
@@ -215,7 +215,7 @@ class NotebookSession:
         mentions = frozenset([name]) if is_ours else frozenset()
         with suppress(Exception):
             mentions |= names_used((function, request.args, request.kwargs))
-        called = calls.FunctionCall(
+        called = worker.FunctionCall(
             function=function,
             args=tuple(request.args),
             kwargs=dict(request.kwargs),
@@ -223,7 +223,7 @@ class NotebookSession:
         )
         return self._begin(called, self._plan_push(mentions), request)
 
-    def _begin(self, called: calls.CodeCall, push: Push, request: LaunchRequest) -> Run:
+    def _begin(self, called: worker.NamesCall, push: Push, request: LaunchRequest) -> Run:
         """Call the ranks and send variables along; the function in ``request`` is not used."""
         called.fills = push.fills
         called.uses_accelerator |= "accelerator" in push.reached
@@ -262,7 +262,7 @@ class NotebookSession:
     def _conclude(
         self,
         run: Run,
-        request: calls.CellCall,
+        request: worker.CellCall,
         number: int,
         assigned: frozenset[str],
         slot: DisplaySlot | None,
@@ -272,7 +272,7 @@ class NotebookSession:
         ``assigned``: ranks miss a name that was assigned the very same object again. No slot is the
         running cell. NotebookAccelError if a name to pull does not exist.
         """
-        outcomes: list[calls.RankAnswer | None] = results_now(run)
+        outcomes: list[worker.RankAnswer | None] = results_now(run)
         if all(rank.returned for rank in run.state.ranks):
             self._owners.note_session_assigned(assigned)
             if request.ranks is None:
@@ -286,7 +286,7 @@ class NotebookSession:
         if run.state.failure is None and None not in asked:
             self._assign(request.pull, outcomes, request.pull_from)
 
-    def _take(self, outcomes: Iterable[calls.RankAnswer | None]) -> None:
+    def _take(self, outcomes: Iterable[worker.RankAnswer | None]) -> None:
         """Record the ranks' variables and assignments; nothing if one has not answered (None)."""
         answers = [one for one in outcomes if one is not None]
         if len(answers) < len(self.session.processes):
@@ -342,7 +342,7 @@ class NotebookSession:
         if not self.is_usable:
             raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")
         if self._has_unreported_names:
-            self._take(self._ask(calls.NamesCall()))
+            self._take(self._ask(worker.NamesCall()))
 
     def _note_end(self) -> None:
         """Record once how the newest call has ended, before the next one is made."""
@@ -370,7 +370,7 @@ class NotebookSession:
         return is_followed or not call_of(call).ended.is_set()
 
     def _ask(
-        self, request: calls.NamesCall | calls.DebugCall, names: Mapping[str, Any] | None = None
+        self, request: worker.NamesCall | worker.DebugCall, names: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """Return each rank's answer to a request, in a call that ``runs()`` does not list."""
         self._sent = None, frozenset()
@@ -409,8 +409,8 @@ class NotebookSession:
         """
         self._check_ranks([] if rank is None else [rank])
         self._await_turn()
-        outcomes: list[calls.RankAnswer] = self._ask(
-            calls.NamesCall(pull=tuple(names), pull_from=rank)
+        outcomes: list[worker.RankAnswer] = self._ask(
+            worker.NamesCall(pull=tuple(names), pull_from=rank)
         )
         self._take(outcomes)
         self._assign(names, outcomes, rank)
@@ -424,11 +424,11 @@ class NotebookSession:
         """
         self._await_turn()
         push = self._plan_push((), names)
-        self._take(self._ask(calls.NamesCall(), push.values))
+        self._take(self._ask(worker.NamesCall(), push.values))
         self._owners.note_pushed(push)
 
     def _assign(
-        self, names: Sequence[str], outcomes: Sequence[calls.RankAnswer | None], rank: int | None
+        self, names: Sequence[str], outcomes: Sequence[worker.RankAnswer | None], rank: int | None
     ) -> None:
         """Assign values as ``pull`` says; None for a rank that did not answer, or lacks a name."""
         answers = {number: one for number, one in enumerate(outcomes) if one is not None}
@@ -506,9 +506,9 @@ class NotebookSession:
         self._check_ranks([] if rank is None else [rank])
         return self.session.stacks(rank)
 
-    def ask_debuggers(self, request: calls.DebugCall) -> list[calls.DebugAnswer | None]:
+    def ask_debuggers(self, request: worker.DebugCall) -> list[worker.DebugAnswer | None]:
         self._await_turn()
-        answers: list[calls.DebugAnswer | None] = self._ask(request)
+        answers: list[worker.DebugAnswer | None] = self._ask(request)
         return answers
 
     def end(self) -> None:

@@ -39,7 +39,7 @@ from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import GuardedView
 from notebook_accel.notebook.clicks import can_answer, find_kernel
-from notebook_accel.notebook.worker.calls import DebugAnswer, DebugCall
+from notebook_accel.notebook.worker import DebugAnswer, DebugCall
 
 # Folders and files between a cell and what raised: this package, and what calls it for a magic.
 _INNER = {"notebook_accel", "IPython", "decorator.py", "contextlib.py"}

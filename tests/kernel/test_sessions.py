@@ -703,8 +703,7 @@ def test_a_session_outlives_what_a_cell_does_to_its_process(book: Notebook, dama
 
 def test_a_session_that_a_cell_has_broken_for_good_says_to_restart_it(book: Notebook) -> None:
     book.run(
-        "%%accelerate\nfrom notebook_accel.notebook.worker.namespace import RankShell\n"
-        "RankShell.run = None"
+        "%%accelerate\nfrom notebook_accel.notebook.worker import RankShell\nRankShell.run = None"
     )
     assert "If each cell fails so: `%accelerate restart`" in book.fails("%%accelerate\n1")
     book.run("%accelerate restart")

@@ -52,11 +52,11 @@ TRAINER = (
     (CELL, 30, "train"),
 )
 # In a session, above launch/worker/main.py: a group that is made before the cell, and a library.
-SESSION = ("/src/notebook_accel/notebook/worker/calls.py", 137, "__call__")
+SESSION = ("/src/notebook_accel/notebook/worker.py", 137, "__call__")
 NEW_GROUP = (
     (f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"),
     (f"{OURS}/topology.py", 40, "renew_group"),
-    ("/src/notebook_accel/notebook/worker/namespace.py", 77, "get_ready"),
+    ("/src/notebook_accel/notebook/worker.py", 77, "get_ready"),
     SESSION,
 )
 LIBRARY = (ALL_REDUCE[0], (f"{SITE}/trainer/loop.py", 3, "main"), SESSION)
