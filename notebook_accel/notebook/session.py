@@ -28,7 +28,6 @@ from notebook_accel.launch.control.call import labelled
 from notebook_accel.launch.control.run_state import Failure
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session, check_ranks
-from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.run import Run, call_of, results_now
 from notebook_accel.launch.text import used_names, wording
 from notebook_accel.launch.view import View
@@ -37,7 +36,7 @@ from notebook_accel.notebook import worker
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.ownership import Ownership, Push
+from notebook_accel.notebook.ownership import Ownership, Push, names_used
 from notebook_accel.notebook.rank_displays import say, show_values
 from notebook_accel.notebook.tracebacks import cell_sources, debug
 from notebook_accel.notebook.views import choose_view

@@ -1,7 +1,7 @@
 """Modules: which are a library's, where other processes find them, what their import changes.
 
 A library's files are those that nobody edits while a notebook is open. Its modules may be imported
-once for all ranks (launch/template/prepared.py). The notebook's own files and editable installs are
+once for all ranks (launch/template/process.py). The notebook's own files and editable installs are
 imported in each rank, fresh, so that an edit counts.
 
 A third-party module is patched now if it is imported, else right after its import: importing it

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from notebook_accel.private import of_python
+from notebook_accel.private import of_libraries
 from notebook_accel.system import processes
 
 # Of a run's name, from its end: digits of the microsecond in which it was made, and a random one.
@@ -34,7 +34,7 @@ def use(run: str) -> None:
     """Give this process, an agent of ``run``, its own scratch folder and prefix for names."""
     agent = os.getpid()
     # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
-    config = of_python.process_settings()
+    config = of_libraries.process_settings()
     config["semprefix"] = f"/{_name(run, agent)}"
     with contextlib.suppress(OSError):
         os.mkdir(folder(run, agent), 0o700)

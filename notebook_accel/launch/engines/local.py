@@ -41,8 +41,8 @@ from notebook_accel.launch.rank_environment import (
     rank_environment,
     variables_of_choice,
 )
-from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import Template, ask_template
+from notebook_accel.launch.template.process import traceback_of
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.view import View
 from notebook_accel.system import processes, scratch

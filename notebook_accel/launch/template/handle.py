@@ -11,7 +11,7 @@ and takes milliseconds. This file is the kernel's side, ``process.py`` the templ
               <------------------- Forked(pid)
               CountDevices ------------------->  fork --> a child that asks torch, and ends
               <------------------------ Devices
-    follow:   Import ------------------------->  imports in a prepared template (prepared.py)
+    follow:   Import ------------------------->  imports in a prepared template
               AskImports --------------------->
               <------------------------ Imports
               exit_of <------- AgentExited(pid)  an agent ended
@@ -44,7 +44,7 @@ import psutil
 from notebook_accel import wire
 from notebook_accel.config.checks import parse_flag
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.template.prepared import ITS_THREADS
+from notebook_accel.launch.template.process import ITS_THREADS
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.private.of_libraries import without_debugger
 from notebook_accel.system import processes

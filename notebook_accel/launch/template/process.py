@@ -11,27 +11,54 @@ The kernel is the notebook's process; an agent supervises a run's ranks on this 
 
 Invariants: one thread, no device, no module of the user's, so that each fork is safe. A child that
 ends by an exception prints its traceback to the template's standard error, which the kernel reads.
+
+The prepared template is a fork of the clean one that has imported the notebook's libraries. Ranks
+that are forked from it import nothing again, and share its memory. The kernel tells the clean
+template what cells and earlier ranks have imported; the clean one brings prepared ones about::
+
+    clean template, Preparer               prepared template, _Server
+    fork --------------------------------->
+    Import ------------------------------->  imports the items one after the other
+          <------------- Importing(item) --  before each; and after one that failed, or that must
+                                             not be there
+          <----------------- Importing() --  after the last
+    ForkAgent ---------------------------->  forks the agent,
+          <------------------ Forked(pid) -  which says its pid
+
+What does not survive a fork is left out: after each import the process looks for threads, sockets,
+devices and child processes. An item that left any, or that ended the process or took longer than a
+minute, is noted; the process is killed, and a new one imports the others: ranks import that item
+themselves. So does a new one where a file that was imported has changed.
+
+Prepared templates and agents are children of the clean template, which reaps them: an agent that
+was forked by the prepared one is adopted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
+import re
 import selectors
 import signal
 import socket
+import sys
+import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
+from importlib import import_module, invalidate_caches
+from pathlib import Path
 
 import msgspec
 
 from notebook_accel import tpu, wire
-from notebook_accel.launch.template.forking import end_everything, fork, run_agent
-from notebook_accel.launch.template.prepared import Preparer, reap
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.system import limits, processes, scratch
+from notebook_accel.system.modules import file_of, is_library_file
 
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
@@ -45,6 +72,26 @@ _PRELOADED = (
 )
 # A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
+# The number of threads is set in each rank; a template itself must never start one.
+ITS_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# With it, torch counts GPUs without the driver's context, of which no fork could make another.
+_SAFE_COUNT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# NVML has the last two open, a driver's context more than them.
+_HARMLESS_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|shm/|pts/|nvidiactl|nvidia\d+$)")
+_IMPORT_SECONDS = 60.0
+# Half of what the kernel waits for the clean template, which then still forks the agent itself.
+_FORK_SECONDS = 10.0
+_ADOPTION_SECONDS = 5.0
+_POLL_SECONDS = 0.001
+# That of jemalloc, which pyarrow brings, and so datasets and pandas: the child starts it again.
+_SURVIVING_THREADS = ("jemalloc_bg_thd",)
+# A thread that an import starts may end by itself.
+_THREAD_SECONDS = 0.2
+_MAX_ERROR = 200
+# The prepared template of a notebook with transformers, pandas and sklearn holds 0.5 GB.
+_LITTLE_MEMORY = 1 << 30
+# What stands around a child's traceback on standard error.
+_FAILED, _END = "process {} failed\n", "\n== end of the traceback"
 
 
 def serve(fd: int, kernel_pid: int) -> None:
@@ -77,7 +124,7 @@ def serve(fd: int, kernel_pid: int) -> None:
         # Not collected before: that takes 0.3 s, in which the first launch may wait.
         gc.freeze()
     channel = Channel(socket.socket(fileno=fd))
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         channel.send(wire.TemplateReady(version=wire.VERSION))
     Server(channel, kernel).run()
 
@@ -167,7 +214,7 @@ class Server:
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: wire.Message) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._channel.send(message)
 
     def _count_devices(self, message: wire.CountDevices) -> None:
@@ -187,7 +234,7 @@ class Server:
                 ours.settimeout(_ANSWER_SECONDS)
                 with (
                     processes.acting_on_exit(self._kernel, self._kernel_gone),
-                    contextlib.suppress(EOFError, OSError),
+                    suppress(EOFError, OSError),
                 ):
                     answer, _ = channel.receive()
                 processes.kill_tree([pid])
@@ -208,3 +255,385 @@ def _answer_devices(channel: Channel, environment: dict[str, str], template: int
     except Exception:  # of the system, of torch, or of a library for its devices
         answer = wire.Devices(kind="cpu", error=traceback.format_exc())
     channel.send(answer)
+
+
+# ---- forks: a child that says what ended it, and one that is an agent ------------------------
+
+
+def fork(act: Callable[[], object]) -> int:
+    """Fork a child that calls ``act`` and exits; return its pid.
+
+    If ``act`` raises, the child prints the traceback to standard error and exits with code 1.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        processes.reset_signals()
+        act()
+        code = 0
+    except BaseException:  # the process ends here: the kernel reads what it was
+        # In one write: another child may fail at the same time.
+        os.write(2, f"{_FAILED.format(os.getpid())}{traceback.format_exc()}{_END}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def traceback_of(pid: int, output: str) -> str:
+    """Return the traceback of the exception that ended a child; "" if no exception ended it.
+
+    Called in the kernel.
+    """
+    _, found, text = output.rpartition(_FAILED.format(pid))
+    return text.partition(_END)[0] if found else ""
+
+
+def end_everything(runs: Mapping[int, str] | None = None) -> None:
+    """Kill all descendants, remove the scratch files of the agents, and exit this process.
+
+    Called when the kernel's process has ended.
+
+    Args:
+        runs: for each agent's pid, the id of its run; None for no agents.
+    """
+    reaped = processes.kill_descendants()
+    for agent, run in (runs or {}).items():
+        scratch.remove(run, agent, used_by=reaped)
+    os._exit(0)
+
+
+def run_agent(message: wire.ForkAgent, fd: int, kernel: int) -> None:
+    """Run the agent of a run in this process, in a session of its own."""
+    from notebook_accel.launch import agent
+
+    os.setsid()
+    # The template, which would end this process with the kernel, may be gone itself.
+    with processes.acting_on_exit(kernel, end_everything):
+        channel = (FramedChannel if message.is_remote else Channel)(socket.socket(fileno=fd))
+        first = channel.receive()
+    agent.main(channel, kernel, first)
+
+
+# ---- the prepared template, as the clean one keeps it ---------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class _Prepared:
+    """A prepared template.
+
+    Attributes:
+        num_sent: how many of the wanted messages it was sent.
+        importing: None once it has imported all of them.
+    """
+
+    pid: int
+    exit_fd: int
+    channel: Channel
+    num_sent: int = 0
+    importing: wire.ImportItem | None = None
+    files: dict[str, int] = field(default_factory=dict)
+
+
+class Preparer:
+    """Keeps the prepared template of a clean one, in whose process it runs."""
+
+    def __init__(
+        self,
+        kernel: int,
+        selector: selectors.BaseSelector,
+        own: Callable[[], list[int]],
+        on_end: Callable[[], object],
+    ) -> None:
+        """Make one that has nothing to import yet.
+
+        Args:
+            own: returns the descriptors that a child of the clean template must close.
+        """
+        self._kernel = kernel
+        self._selector = selector
+        self._own = own
+        self._on_end = on_end
+        self._wanted: list[wire.Import] = []
+        # Why, by module or whole library. Those that failed are tried again by another process.
+        self._left_out: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
+        self._problem = ""
+        self._now: _Prepared | None = None
+        # Of all that have not been reaped.
+        self.pids: set[int] = set()
+
+    def want(self, message: wire.Import) -> None:
+        """Import the items of a message, unless the clean template or an earlier message has."""
+        self._add(message)
+        self._go_on()
+
+    def state(self) -> wire.Imports:
+        """Return how far the imports are; drop what was imported from files that have changed."""
+        if self._now is not None and _have_changed(self._now.files):
+            self._drop(self._now)
+            self._go_on()
+        now = self._now
+        importing = now.importing.root if now and now.importing else ""
+        done = self._wanted[: now.num_sent - bool(importing)] if now else ()
+        return wire.Imports(
+            pid=now.pid if now else 0,
+            importing=importing,
+            libraries=tuple(dict.fromkeys(item.root for each in done for item in each.items)),
+            left_out={**self._failed, **self._left_out},
+            problem=self._problem,
+        )
+
+    def fork_agent(self, message: wire.ForkAgent, fd: int) -> int:
+        """Return the pid of a new agent that has the libraries; 0 if none can be had."""
+        now = self._now
+        if now is None or now.importing:
+            return 0
+        with suppress(OSError, EOFError, ProtocolError):
+            now.channel.send(message, (fd,))
+            if processes.is_readable(now.channel, _FORK_SECONDS):
+                answer, _ = now.channel.receive()
+                assert isinstance(answer, wire.Forked)
+                return answer.pid
+        self._drop(now)
+        return 0
+
+    def end(self) -> None:
+        self._wanted.clear()
+        if self._now is not None:
+            self._drop(self._now)
+
+    def _add(self, message: wire.Import) -> None:
+        items = tuple(
+            item
+            for item in message.items
+            if not _is_here(item) and self._left_out.keys().isdisjoint((item.module, item.root))
+        )
+        if items:
+            self._wanted.append(msgspec.structs.replace(message, items=items))
+
+    def _go_on(self) -> None:
+        """Have more imported, if there is more and nothing is being imported."""
+        if self._wanted and self._now is None:
+            self._now = self._fork()
+        now = self._now
+        if now is None or now.importing or now.num_sent == len(self._wanted):
+            return
+        message = self._wanted[now.num_sent]
+        now.num_sent += 1
+        now.importing = message.items[0]
+        with suppress(OSError):  # it is dead: noticed by its descriptor
+            now.channel.send(message)
+
+    def _fork(self) -> _Prepared | None:
+        free = limits.free_memory()
+        if free < _LITTLE_MEMORY:
+            self._problem = f"only {free / (1 << 30):.1f} GB of memory are free"
+            return None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                fds = [*self._own(), ours.fileno()]
+                pid = fork(partial(_serve, Channel(theirs), self._kernel, os.getpid(), fds))
+                exit_fd = processes.watch_exit(pid)
+            except OSError as error:
+                ours.close()
+                self._problem = f"no process could be forked for them: {error}"
+                return None
+        self._problem = ""
+        made = _Prepared(pid=pid, exit_fd=exit_fd, channel=Channel(ours))
+        self.pids.add(pid)
+        self._selector.register(made.channel, 1, partial(self._listen, made))
+        self._selector.register(exit_fd, 1, partial(self._reap, made))
+        return made
+
+    def _listen(self, made: _Prepared) -> None:
+        try:
+            messages = made.channel.drain()
+        except (OSError, EOFError, ProtocolError):
+            self._kill(made)
+            return
+        for message, _ in messages:
+            if made is self._now and isinstance(message, wire.Importing):
+                self._hear(made, message)
+
+    def _hear(self, made: _Prepared, message: wire.Importing) -> None:
+        made.importing = message.item
+        made.files.update(message.files)
+        if message.problem:
+            self._leave_out(made, message.problem)
+        elif message.item and message.error:
+            self._failed[message.item.module] = message.error
+        self._go_on()
+
+    def _leave_out(self, made: _Prepared, why: str) -> None:
+        assert made.importing is not None
+        name, root = made.importing.module, made.importing.root
+        # Once two of a library's modules are at fault, likely all are: each import of one is an
+        # import of the whole library, and what it imports.
+        if any(other.partition(".")[0] == root for other in self._left_out):
+            name = root
+        self._left_out[name] = why
+        self._drop(made)
+        wanted, self._wanted = self._wanted, []
+        for message in wanted:
+            self._add(message)
+
+    def _drop(self, made: _Prepared) -> None:
+        self._now = None
+        self._failed.clear()
+        self._kill(made)
+
+    def _kill(self, made: _Prepared) -> None:
+        if not made.channel.closed:
+            self._selector.unregister(made.channel)
+            made.channel.close()
+        os.kill(made.pid, signal.SIGKILL)
+
+    def _reap(self, made: _Prepared) -> None:
+        """Reap one that has ended: it was dropped, or what it imported has ended it."""
+        if not made.channel.closed:
+            self._listen(made)  # to the last that it said
+        if made is self._now and made.importing:
+            limit = f"{_IMPORT_SECONDS:.0f} s"
+            self._leave_out(made, f"its import ended the process, or took longer than {limit}")
+        elif made is self._now:
+            self._drop(made)
+        self._selector.unregister(made.exit_fd)
+        os.close(made.exit_fd)
+        reap(made.pid)
+        self.pids.discard(made.pid)
+        self._on_end()
+        self._go_on()
+
+
+def reap(pid: int) -> int:
+    """Reap a child that has ended, be it not adopted yet; return its status."""
+    deadline = time.monotonic() + _ADOPTION_SECONDS
+    while True:
+        try:
+            return os.waitpid(pid, 0)[1]
+        except ChildProcessError:
+            # The process between, which forks and ends, is not quite gone.
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def _have_changed(files: Mapping[str, int]) -> bool:
+    with suppress(OSError):
+        return any(os.stat(path).st_mtime_ns != changed for path, changed in files.items())
+    return True  # one is gone
+
+
+def _is_here(item: wire.ImportItem) -> bool:
+    # Not by hasattr: some modules import more for a name that they lack.
+    names = vars(sys.modules[item.module]) if item.module in sys.modules else None
+    return names is not None and all(name in names for name in item.names)
+
+
+# ---- in a prepared template ----------------------------------------------------------------
+
+
+def _serve(channel: Channel, kernel: int, template: int, unneeded: Sequence[int]) -> None:
+    """Be a prepared template."""
+    processes.die_with_parent(template)
+    for fd in unneeded:
+        os.close(fd)
+    # What is imported prints into nothing; an agent, forked later, says by this what ended it.
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+
+    def be_agent(message: wire.ForkAgent, fd: int) -> None:
+        channel.send(wire.Forked(pid=os.getpid()))
+        channel.close()
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        run_agent(message, fd, kernel)
+
+    while True:
+        message, fds = channel.receive()
+        if isinstance(message, wire.Import):
+            _import(channel, message)
+        elif isinstance(message, wire.ForkAgent):
+            # Its parent ends at once, so that the clean template adopts and reaps it.
+            parent = fork(partial(fork, partial(be_agent, message, fds[0])))
+            os.close(fds[0])
+            if os.waitpid(parent, 0)[1]:  # there was no room: the clean template forks it
+                return
+
+
+def _import(channel: Channel, message: wire.Import) -> None:
+    os.environ.clear()
+    os.environ.update(message.environment, **dict.fromkeys(ITS_THREADS, "1"), **_SAFE_COUNT)
+    sys.path[:] = message.path
+    invalidate_caches()  # packages may have been installed meanwhile
+    gc.disable()
+    files: dict[str, int] = {}
+    for item in message.items:
+        if not _is_here(item):
+            channel.send(wire.Importing(item=item))
+            before = {*sys.modules}
+            # It ends the process, whatever hangs.
+            signal.setitimer(signal.ITIMER_REAL, _IMPORT_SECONDS)
+            error = _import_item(item)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            new = [file_of(sys.modules.get(name)) for name in sys.modules.keys() - before]
+            problem = _read_files([*filter(None, new)], files) or _left_behind(channel.fileno())
+            if problem or error:
+                channel.send(wire.Importing(item=item, problem=problem, error=error))
+    gc.enable()
+    # Not collected before: that takes 0.3 s, and frees little.
+    gc.freeze()
+    channel.send(wire.Importing(files=files))
+
+
+def _import_item(item: wire.ImportItem) -> str:
+    """Import an item; return the exception that this raised, or ""."""
+    try:
+        module = import_module(item.module)
+        for name in item.names:
+            if not hasattr(module, name):
+                import_module(f"{item.module}.{name}")
+    except BaseException as error:  # of the library; the kernel may be more lucky
+        return f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+    return ""
+
+
+def _read_files(paths: Sequence[str], times: dict[str, int]) -> str:
+    """Note when files were changed; return why one of them must not be there, or ""."""
+    for path in paths:
+        if not is_library_file(path):
+            return f"it imports {path}, which may be edited"
+        with suppress(OSError):  # it lies in an archive
+            times[path] = os.stat(path).st_mtime_ns
+    return ""
+
+
+def _left_behind(own: int) -> str:
+    """Return what this process has that does not survive a fork, or ""; ``own`` is a socket."""
+    deadline = time.monotonic() + _THREAD_SECONDS
+    while _has_threads():
+        if time.monotonic() >= deadline:
+            return "it starts a thread"
+        time.sleep(_POLL_SECONDS)
+    if processes.has_children():
+        return "it starts a process"
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {own}:
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:"):
+                return "it opens a socket"
+            if target.startswith("/dev/") and not _HARMLESS_DEVICE.match(target):
+                return f"it uses {target}"
+    return ""
+
+
+def _has_threads() -> bool:
+    """Whether there are threads, but for those that a fork makes anew."""
+    try:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    except OSError:  # one has ended meanwhile
+        return True
+    return len([name for name in names if name.strip() not in _SURVIVING_THREADS]) > 1

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import psutil
 
-from notebook_accel.private import of_python
+from notebook_accel.private import of_libraries
 from notebook_accel.system import processes
 
 # For everything after the user's threads; the second, of the first, for children to end by SIGTERM.
@@ -41,15 +41,15 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
     Called in the rank's main thread; the caller then exits the process. If the steps after the
     threads take more than five seconds, the process is ended from here, by another thread.
     """
-    of_python.join_threads()
+    of_libraries.join_threads()
     # Never cancelled, so that it also bounds what multiprocessing does after this function.
     too_long = threading.Timer(_EXIT_SECONDS, _give_up, (code, notice))
     too_long.daemon = True
     too_long.start()
     # A process of multiprocessing ends without running these, so they are run here.
-    of_python.run_exit_functions()
+    of_libraries.run_exit_functions()
     # Before its workers get a signal: if a worker dies with a lock, its pool waits for it for ever.
-    of_python.run_finalizers()
+    of_libraries.run_finalizers()
     if processes.has_children():
         children = [child for child in psutil.Process().children() if not _is_tracker(child)]
         for child in children:
@@ -58,7 +58,7 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
         psutil.wait_procs(children, timeout=_CHILDREN_SECONDS)
         processes.kill_tree(child.pid for child in psutil.Process().children())
     # Python 3.13 registers this with `atexit`, which the rank has cleared; others call it later.
-    of_python.end_multiprocessing()
+    of_libraries.end_multiprocessing()
 
 
 def _give_up(code: int, notice: Callable[[str], None]) -> None:

@@ -56,7 +56,7 @@ from notebook_accel.launch.worker import (
 )
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
-from notebook_accel.private import of_python
+from notebook_accel.private import of_libraries
 from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
 from notebook_accel.system.limits import free_memory
@@ -148,7 +148,7 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
     processes.reset_signals()
     interrupts = Interrupts(inherited.board.row(inherited.local_rank))
     # Forget the exit functions that came along by fork: only those registered here are called.
-    of_python.forget_exit_functions()
+    of_libraries.forget_exit_functions()
     worker = Worker(inherited, interrupts)
     streams.redirect(inherited.log, on_lost=worker.report_lost_output)
     # A crash in native code, such as SIGSEGV, writes where it was called.

@@ -27,7 +27,7 @@ from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.worker import exiting, main, streams
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
-from notebook_accel.private import of_python
+from notebook_accel.private import of_libraries
 from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
 
@@ -45,7 +45,7 @@ class Host:
         signal.signal(signal.SIGINT, self._interrupt)
         signal.signal(WAKE_SIGNAL, self._interrupt)
         # What came along by fork is not this process's to call.
-        of_python.forget_exit_functions()
+        of_libraries.forget_exit_functions()
 
     def serve(self, inherited: main.Inherited, num_here: int, check: Callable[[], None]) -> None:
         """Run the calling thread as a rank until there are no more calls.

@@ -204,7 +204,7 @@ time.sleep(99)
 
 
 def _template_with(setting: str, monkeypatch: pytest.MonkeyPatch) -> Template:
-    before = f"from notebook_accel.launch.template import prepared; prepared.{setting}; "
+    before = f"from notebook_accel.launch.template import process; process.{setting}; "
     monkeypatch.setattr(handle, "_BOOT", handle._BOOT)
     import_little()
     monkeypatch.setattr(

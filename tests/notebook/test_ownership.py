@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.names import look_at, names_used
+from notebook_accel.notebook.ownership import look_at, names_used
 
 # Larger than what was once compared of an array; pages of zeros that nobody wrote cost nothing.
 LARGE = 100_000_001
