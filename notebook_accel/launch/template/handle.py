@@ -97,6 +97,7 @@ class Template:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start the template process, without waiting until it has imported its modules."""
+        self.key = _key(environment)
         self._lock = threading.Lock()
         self._exits: dict[int, wire.AgentExited] = {}
         self._devices: dict[tuple[tuple[str, str], ...], wire.Devices] = {}
@@ -333,8 +334,7 @@ class Template:
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace").strip()
 
 
-# The template, and what it was made for.
-_current: tuple[tuple[object, ...], Template] | None = None
+_current: Template | None = None
 # Held by whoever asks it: another launch, whose variables need a new one, must not close it.
 _asking = threading.RLock()
 # What each template of this kernel is to import.
@@ -354,16 +354,15 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
     global _current
     environment = os.environ if environment is None else environment
     with _asking, held():
-        key = _key(environment)
-        if _current is None or _current[0] != key or not _current[1].alive:
+        if _current is None or _current.key != _key(environment) or not _current.alive:
             close()
-            _current = key, Template(environment)
+            _current = Template(environment)
             with _following:
                 for message in _followed:
-                    _current[1].import_soon(message)
+                    _current.import_soon(message)
             atexit.unregister(close)
             atexit.register(close)
-        return _current[1]
+        return _current
 
 
 def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
@@ -386,7 +385,7 @@ def close() -> None:
     """Close the current template, if any: its process ends once its agents have ended."""
     global _current
     if _current is not None:
-        _current[1].close()
+        _current.close()
         _current = None
 
 
@@ -422,8 +421,8 @@ def follow(items: Iterable[wire.ImportItem]) -> None:
             path=tuple(import_path()),
         )
         _followed.append(message)
-        if _current is not None and _current[1].alive:
-            _current[1].import_soon(message)
+        if _current is not None and _current.alive:
+            _current.import_soon(message)
 
 
 def followed() -> tuple[wire.ImportItem, ...]:
@@ -435,9 +434,9 @@ def followed() -> tuple[wire.ImportItem, ...]:
 def imports_line() -> str:
     """Return which libraries are imported for all ranks, and which are not; "" if there is none."""
     with _asking:
-        if _current is None or not _current[1].alive or not _current[1].is_ready:
+        if _current is None or not _current.alive or not _current.is_ready:
             return ""
-        source, state = _current[1], _current[1].imports()
+        source, state = _current, _current.imports()
     parts = []
     if state.libraries:
         with contextlib.suppress(psutil.Error):
