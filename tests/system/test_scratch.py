@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.system import scratch
+from notebook_accel.system import processes
 
 _RUN = "20260101-000000-beef00"
 
 
 def _leave(said: Any) -> None:
     """Be killed with a socket and a semaphore in the file system."""
-    scratch.use(_RUN)
+    processes.use_scratch(_RUN)
     listener = Listener()
     shared = Path("/dev/shm")
     # As it was before another test imported joblib, which names semaphores in its own way.
@@ -54,9 +54,9 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         # One that lives has got the number of one that is dead.
         of_another = Path(f"/dev/shm/torch_{os.getpid()}_1_0")
         of_another.touch()
-        of_another_agent = scratch.folder(_RUN, os.getpid())
+        of_another_agent = processes.scratch_folder(_RUN, os.getpid())
         of_another_agent.mkdir()
-        scratch.remove(_RUN, process.pid, used_by=[process.pid, os.getpid()])
+        processes.remove_scratch(_RUN, process.pid, used_by=[process.pid, os.getpid()])
         assert not any(path.exists() for path in left)
         assert of_another.exists()
         of_another.unlink()

@@ -47,7 +47,7 @@ from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.private import of_torch
-from notebook_accel.system import limits, processes, scratch
+from notebook_accel.system import limits, processes
 from notebook_accel.system.limits import free_memory
 
 _LOOPBACK = "127.0.0.1"
@@ -126,7 +126,7 @@ def main(channel: Channel, kernel: int, first: tuple[wire.Message, list[int]]) -
     message, _ = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")
-    scratch.use(message.run)
+    processes.use_scratch(message.run)
     agent = Agent(channel, kernel, message)
     try:
         agent.start()
@@ -146,7 +146,7 @@ class Agent:
         self._has_rank_0 = 0 in launch.ranks
         self._board = Scoreboard(len(launch.ranks), has_others=self._has_others)
         # Of a kernel on another machine, to which the bytes of the files are sent, one of our own.
-        self._log_dir = Path(launch.log_dir or scratch.folder(launch.run, os.getpid()))
+        self._log_dir = Path(launch.log_dir or processes.scratch_folder(launch.run, os.getpid()))
         self.ranks: list[RankProcess] = []
         self.ended: list[RankProcess] = []
         self.reaped: list[int] = []
@@ -651,5 +651,5 @@ class Agent:
         """Kill the remaining ranks and all descendants, remove scratch files, close the channel."""
         processes.kill_tree(rank.pid for rank in self.ranks if rank.alive)
         used_by = [*self.reaped, *processes.kill_descendants()]
-        scratch.remove(self._launch.run, os.getpid(), used_by=used_by)
+        processes.remove_scratch(self._launch.run, os.getpid(), used_by=used_by)
         self._channel.close()

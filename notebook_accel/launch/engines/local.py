@@ -45,7 +45,7 @@ from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.template.process import traceback_of
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.view import View
-from notebook_accel.system import processes, scratch
+from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.modules import import_path
 
@@ -346,7 +346,7 @@ def _end(source: Template, pid: int, run: str) -> None:
         # Only once it is dead can its session be told from that of a later process of its number.
         processes.await_exit(pid, _KILLED_SECONDS)
     killed = processes.kill_leftovers(session=pid, variable=("NOTEBOOK_ACCEL_RUN", run))
-    scratch.remove(run, pid, used_by=killed)
+    processes.remove_scratch(run, pid, used_by=killed)
 
 
 def _check_chosen(devices: tuple[int, ...], available: int, kind: str) -> None:

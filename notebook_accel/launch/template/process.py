@@ -57,7 +57,7 @@ import msgspec
 from notebook_accel import tpu, wire
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.system import limits, processes, scratch
+from notebook_accel.system import limits, processes
 from notebook_accel.system.modules import file_of, is_library_file
 
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
@@ -210,7 +210,7 @@ class Server:
         status = reap(pid)
         # What the agent would have ended itself, had it not been killed.
         reaped = self._kill_descendants()
-        scratch.remove(self._runs.pop(pid), pid, used_by=reaped)
+        processes.remove_scratch(self._runs.pop(pid), pid, used_by=reaped)
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: wire.Message) -> None:
@@ -299,7 +299,7 @@ def end_everything(runs: Mapping[int, str] | None = None) -> None:
     """
     reaped = processes.kill_descendants()
     for agent, run in (runs or {}).items():
-        scratch.remove(run, agent, used_by=reaped)
+        processes.remove_scratch(run, agent, used_by=reaped)
     os._exit(0)
 
 
