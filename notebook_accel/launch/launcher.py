@@ -41,7 +41,7 @@ from notebook_accel.launch.payload import PackedCall, Registry, pack_call
 from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import rank_environment
 from notebook_accel.launch.run import Run, call_of, raise_error, save_to
-from notebook_accel.launch.setup import notebook_state, pack_step
+from notebook_accel.launch.setup import pack_step, states
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.view import GuardedView, View
@@ -374,8 +374,8 @@ def _pack(
     request: LaunchRequest, session: Registry | None = None, *, are_new: bool = True
 ) -> PackedCall:
     """Pack the call of ``request`` for ranks that are new, or have had a call of the session."""
-    state = notebook_state.capture(request.config.seed) if are_new else None
-    first = [pack_step("notebook", "", "", notebook_state.apply, state)] if state else []
+    state = states.capture(request.config.seed) if are_new else None
+    first = [pack_step("notebook", "", "", states.apply, state)] if state else []
     with naming_what_is_short():
         return pack_call(
             request.function,

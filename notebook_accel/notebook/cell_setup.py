@@ -1,7 +1,7 @@
 """Reads in the notebook's cells what they did to libraries, for the ranks to repeat.
 
     cells' text --> assignments, calls --+
-    rows of launch/setup/libraries.py ---+--> steps, notices --> LaunchRequest
+    rows of launch/setup/states.py ---+--> steps, notices --> LaunchRequest
     ``%%everywhere`` cells --------------+
 
 Of the notebook's own modules, whose files are beside it, objects with data count as well: what a
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import setup
 from notebook_accel.launch.payload.cells import CellSource
-from notebook_accel.launch.setup import Path, Step, libraries
+from notebook_accel.launch.setup import Path, Step, states
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.text.used_names import parsed
 from notebook_accel.system.modules import own_modules
@@ -67,11 +67,11 @@ def read_setup(shell: InteractiveShell | None) -> tuple[list[Step], tuple[str, .
     """
     packed: dict[str, Step] = {}
     lost: list[str] = []
-    states = [
-        (f"state {name} {number}", f"settings of {name}", name, libraries.set_state, number, state)
-        for name, number, state in libraries.states()
+    known = [
+        (f"state {name} {number}", f"settings of {name}", name, states.set_state, number, state)
+        for name, number, state in states.states()
     ]
-    for key, label, module, do, *arguments in (*states, *_repeated(shell, lost)):
+    for key, label, module, do, *arguments in (*known, *_repeated(shell, lost)):
         try:
             packed[key] = setup.pack_step(key, label, module, do, *arguments)
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
@@ -118,9 +118,9 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
             qualified = getattr(value, "__qualname__", "") or type(value).__qualname__
             names = (dotted, f"{getattr(value, '__module__', '')}.{qualified}")
             arguments = _arguments(found.called, namespace)
-            if arguments is not None and libraries.is_repeated(*names):
+            if arguments is not None and states.is_repeated(*names):
                 yield f"{dotted} {found.label}", found.label, name, setup.call, path, *arguments
-            elif libraries.is_repeated(*names) or libraries.is_unknown_setter(*names):
+            elif states.is_repeated(*names) or states.is_unknown_setter(*names):
                 lost.append(f"`{found.label}`")
 
 

@@ -22,7 +22,7 @@ from notebook_accel.launch.engines import Engine, RankPlan
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Registry
 from notebook_accel.launch.payload.cells import name_cells
-from notebook_accel.launch.setup.notebook_state import apply_generators, generators
+from notebook_accel.launch.setup.states import apply_generators, generators
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
 from notebook_accel.system.interrupts import let_through

@@ -3,7 +3,7 @@
     notebook: cell_setup.py reads the cells --> Step ... with the call ... --> rank: take_over
 
 A fork of the notebook would have all of this; ranks come from a clean process. A step is an
-assignment to a library, a call of it, a state, or a whole cell; libraries.py has the table of the
+assignment to a library, a call of it, a state, or a whole cell; states.py has the table of the
 settings that are known library by library.
 
 A step waits for the module that it changes: where a rank has not imported it, it is repeated right

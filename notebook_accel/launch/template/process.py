@@ -66,8 +66,7 @@ _PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing"),
     *("multiprocessing.synchronize", "torch.nn.parallel", "torch.utils.data", "numpy"),
     *("encodings.idna", "cloudpickle", "psutil", "tqdm.auto", "notebook_accel.launch.agent"),
-    *("notebook_accel.launch.setup.libraries", "notebook_accel.launch.setup.notebook_state"),
-    "notebook_accel.launch.worker.bars",
+    *("notebook_accel.launch.setup.states", "notebook_accel.launch.worker.bars"),
     *("notebook_accel.training.accelerator", "notebook_accel.training.strategies.ddp"),
 )
 # A driver that was asleep names its devices within seconds; a broken one never does.

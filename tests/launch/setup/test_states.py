@@ -159,7 +159,7 @@ class OwnHandler(logging.Handler):
 
 def lines_of_own_handler(level: int, kind: type[logging.Handler], propagates: bool) -> str:
     """What a rank writes where a cell has set up a handler of a class of its own."""
-    from notebook_accel.launch.setup.notebook_state import apply, capture
+    from notebook_accel.launch.setup.states import apply, capture
 
     logger, handler = logging.getLogger("of a cell"), kind(logging.INFO)
     logger.addHandler(handler)
@@ -198,7 +198,7 @@ def test_lines_of_a_handler_that_stays_in_the_notebook_are_not_lost(
 
 def text_of_rank(format_: str, has_filter: bool, **of_formatter: Any) -> str:
     """What a rank writes of a line, once a cell has set a handler up."""
-    from notebook_accel.launch.setup.notebook_state import apply, capture
+    from notebook_accel.launch.setup.states import apply, capture
 
     logger, handler = logging.getLogger("of a cell"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(format_, **of_formatter))
@@ -235,7 +235,7 @@ def test_a_format_loses_no_line_in_the_ranks(
 
 def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has answered, the function cannot choose devices by CUDA_VISIBLE_DEVICES."""
-    from notebook_accel.launch.setup.notebook_state import apply_generators, generators
+    from notebook_accel.launch.setup.states import apply_generators, generators
 
     seeded: list[int] = []
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -249,7 +249,7 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from notebook_accel.launch.setup.notebook_state import capture
+    from notebook_accel.launch.setup.states import capture
 
     app = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
     monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", app)
