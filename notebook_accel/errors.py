@@ -9,6 +9,7 @@ NotebookAccelError(RuntimeError)
 
 from __future__ import annotations
 
+import copyreg
 import traceback
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -48,7 +49,8 @@ class NotebookAccelError(RuntimeError):
         return {name: value for name, value in self.__dict__.items() if name != "run"}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.args), self.__getstate__())
+        # Without ``__init__``, whose parameters are others than ``args``.
+        return copyreg.__newobj__, (type(self), *self.args), self.__getstate__()  # type: ignore[attr-defined]
 
     def _render_traceback_(self) -> list[str]:
         """IPython calls this: a traceback up to this package's call, then the message."""
@@ -65,10 +67,6 @@ class NotebookAccelError(RuntimeError):
 
     def _shown_message(self) -> str:
         return str(self)
-
-
-def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...]) -> NotebookAccelError:
-    return kind.__new__(kind, *args)
 
 
 class LaunchError(NotebookAccelError):

@@ -538,22 +538,19 @@ class StartingLine(View):
 
     def launch_is_slow(self, name: str, importing: str = "") -> None:
         what = f": importing {importing}" if importing else ""
-        self._show(f"{name} starts, which takes some seconds{what}")
+        say(f"{name} starts, which takes some seconds{what}", self._slot)
 
     def waits_for_machines(self, text: str) -> None:
-        self._show(text)
+        say(text, self._slot)
 
     def launch_failed(self) -> None:
         if self._slot.is_placed:
-            self._show("the session was not started")
+            say("the session was not started", self._slot)
 
     def conclude(self, world_size: int) -> None:
         seconds = wording.span(time.monotonic() - self._began)
         started = f"session of {num_ranks(world_size)} started in {seconds}"
-        self._show(f"{started}; %accelerate stop ends it")
-
-    def _show(self, text: str) -> None:
-        say(text, self._slot)
+        say(f"{started}; %accelerate stop ends it", self._slot)
 
 
 def current_session() -> NotebookSession | None:

@@ -179,7 +179,13 @@ class DebugCall:
         if kept is None or self.rank not in (None, number):
             return None
         if kept.debugger is None:
-            kept.debugger = _debugger_of(kept.error)
+            from notebook_accel.launch.worker import main  # in a rank alone
+
+            # Its ``stdout`` keeps what it prints.
+            kept.debugger = _Debugger(stdout=io.StringIO(), nosigint=True, readrc=False)
+            kept.debugger.reset()
+            frames = users_frames(kept.error, caller=main.__file__)
+            kept.debugger.setup(None, _without_ours(frames))
         debugger = kept.debugger
         leaves, tracer = False, sys.gettrace()
         try:
@@ -382,16 +388,6 @@ class RankShell(InteractiveShell):
 _GOES_ON = (
     "nothing goes on here, the call is over: w, u, d, l, ll, a, p, pp look around, q leaves\n"
 )
-
-
-def _debugger_of(error: BaseException) -> _Debugger:
-    """Return pdb in the frames of an error; its ``stdout`` keeps what it prints."""
-    from notebook_accel.launch.worker import main  # in a rank alone
-
-    made = _Debugger(stdout=io.StringIO(), nosigint=True, readrc=False)
-    made.reset()
-    made.setup(None, _without_ours(users_frames(error, caller=main.__file__)))
-    return made
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:

@@ -72,8 +72,6 @@ class Host:
         return self._exit_code
 
     def _begin(self, first: main.Inherited) -> None:
-        # Once more after the fork, which has seeded Python's random numbers anew.
-        main.enter_notebook(first.launch)
         main.name_rank(first)
         streams.redirect(first.log, on_lost=lambda _: None)
         for name in ("stdout", "stderr"):
