@@ -133,29 +133,29 @@ class Server:
 
     def __init__(self, channel: Channel, kernel: int) -> None:
         self._channel = channel
-        self._kernel = kernel
+        self.kernel = kernel
         self._agents: dict[int, int] = {}
         self._runs: dict[int, str] = {}
-        self._selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self._is_retired = False
-        self._preparer = Preparer(kernel, self._selector, self._descriptors, self._kill_descendants)
+        self._preparer = Preparer(self)
         self._kernel_gone = partial(end_everything, self._runs)
-        self._selector.register(self._kernel, selectors.EVENT_READ, self._kernel_gone)
-        self._selector.register(self._channel, selectors.EVENT_READ, self._from_kernel)
+        self.selector.register(self.kernel, selectors.EVENT_READ, self._kernel_gone)
+        self.selector.register(self._channel, selectors.EVENT_READ, self._from_kernel)
 
     def run(self) -> None:
         while self._agents or self._preparer.pids or not self._is_retired:
-            for key, _ in self._selector.select():
+            for key, _ in self.selector.select():
                 # Another one of them may have taken it out meanwhile.
-                if self._selector.get_map().get(key.fd) == key:
+                if self.selector.get_map().get(key.fd) == key:
                     key.data()
 
-    def _descriptors(self) -> list[int]:
+    def descriptors(self) -> list[int]:
         """Return the descriptors of this process that a child closes: all but the kernel's."""
-        watched = (key.fd for key in self._selector.get_map().values())
-        return [self._selector.fileno(), *(fd for fd in watched if fd != self._kernel)]
+        watched = (key.fd for key in self.selector.get_map().values())
+        return [self.selector.fileno(), *(fd for fd in watched if fd != self.kernel)]
 
-    def _kill_descendants(self) -> list[int]:
+    def kill_descendants(self) -> list[int]:
         return processes.kill_descendants(keep={*self._agents, *self._preparer.pids})
 
     def _from_kernel(self) -> None:
@@ -163,7 +163,7 @@ class Server:
             messages = self._channel.drain()
         except (EOFError, OSError, ProtocolError):
             # Retired: runs that are under way go on, and their kernel is still watched.
-            self._selector.unregister(self._channel)
+            self.selector.unregister(self._channel)
             self._channel.close()
             self._is_retired = True
             self._preparer.end()
@@ -181,16 +181,16 @@ class Server:
 
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
         def be_agent() -> None:
-            for number in self._descriptors():
+            for number in self.descriptors():
                 os.close(number)
-            run_agent(message, fds[0], self._kernel)
+            run_agent(message, fds[0], self.kernel)
 
         pid = 0
         try:
             prepared = self._preparer.fork_agent(message, fds[0]) if message.is_prepared else 0
             pid = prepared or fork(be_agent)
             exit_fd = processes.watch_exit(pid)
-            self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
+            self.selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
             self._agents[pid], self._runs[pid] = exit_fd, message.run
             answer = wire.Forked(run=message.run, pid=pid)
         except OSError as error:  # no room for one more process, or for a descriptor
@@ -204,11 +204,11 @@ class Server:
 
     def _reap(self, pid: int) -> None:
         exit_fd = self._agents.pop(pid)
-        self._selector.unregister(exit_fd)
+        self.selector.unregister(exit_fd)
         os.close(exit_fd)
         status = reap(pid)
         # What the agent would have ended itself, had it not been killed.
-        reaped = self._kill_descendants()
+        reaped = self.kill_descendants()
         processes.remove_scratch(self._runs.pop(pid), pid, used_by=reaped)
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
 
@@ -232,7 +232,7 @@ class Server:
                 channel = Channel(ours)
                 ours.settimeout(_ANSWER_SECONDS)
                 with (
-                    processes.acting_on_exit(self._kernel, self._kernel_gone),
+                    processes.acting_on_exit(self.kernel, self._kernel_gone),
                     suppress(EOFError, OSError),
                 ):
                     answer, _ = channel.receive()
@@ -337,22 +337,8 @@ class _Prepared:
 class Preparer:
     """Keeps the prepared template of a clean one, in whose process it runs."""
 
-    def __init__(
-        self,
-        kernel: int,
-        selector: selectors.BaseSelector,
-        own: Callable[[], list[int]],
-        on_end: Callable[[], object],
-    ) -> None:
-        """Make one that has nothing to import yet.
-
-        Args:
-            own: returns the descriptors that a child of the clean template must close.
-        """
-        self._kernel = kernel
-        self._selector = selector
-        self._own = own
-        self._on_end = on_end
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self._wanted: list[wire.Import] = []
         # Why, by module or whole library. Those that failed are tried again by another process.
         self._left_out: dict[str, str] = {}
@@ -432,8 +418,8 @@ class Preparer:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                fds = [*self._own(), ours.fileno()]
-                pid = fork(partial(_serve, Channel(theirs), self._kernel, os.getpid(), fds))
+                fds = [*self._server.descriptors(), ours.fileno()]
+                pid = fork(partial(_serve, Channel(theirs), self._server.kernel, os.getpid(), fds))
                 exit_fd = processes.watch_exit(pid)
             except OSError as error:
                 ours.close()
@@ -442,8 +428,8 @@ class Preparer:
         self._problem = ""
         made = _Prepared(pid=pid, exit_fd=exit_fd, channel=Channel(ours))
         self.pids.add(pid)
-        self._selector.register(made.channel, 1, partial(self._listen, made))
-        self._selector.register(exit_fd, 1, partial(self._reap, made))
+        self._server.selector.register(made.channel, 1, partial(self._listen, made))
+        self._server.selector.register(exit_fd, 1, partial(self._reap, made))
         return made
 
     def _listen(self, made: _Prepared) -> None:
@@ -485,7 +471,7 @@ class Preparer:
 
     def _kill(self, made: _Prepared) -> None:
         if not made.channel.closed:
-            self._selector.unregister(made.channel)
+            self._server.selector.unregister(made.channel)
             made.channel.close()
         os.kill(made.pid, signal.SIGKILL)
 
@@ -498,11 +484,11 @@ class Preparer:
             self._leave_out(made, f"its import ended the process, or took longer than {limit}")
         elif made is self._now:
             self._drop(made)
-        self._selector.unregister(made.exit_fd)
+        self._server.selector.unregister(made.exit_fd)
         os.close(made.exit_fd)
         reap(made.pid)
         self.pids.discard(made.pid)
-        self._on_end()
+        self._server.kill_descendants()
         self._go_on()
 
 
