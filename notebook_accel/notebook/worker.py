@@ -18,9 +18,9 @@ over, and the ranks wait for the next one.
 from __future__ import annotations
 
 import io
-import linecache
 import pdb
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -181,11 +181,16 @@ class DebugCall:
         if kept.debugger is None:
             from notebook_accel.launch.worker import main  # in a rank alone
 
+            frames = [*traceback.walk_tb(users_frames(kept.error, caller=main.__file__))]
+            while len(frames) > 1 and _is_ours(frames[-1][0]):
+                frames.pop()
+            entry: TracebackType | None = None
+            for frame, line in reversed(frames):
+                entry = TracebackType(entry, frame, frame.f_lasti, line)
             # Its ``stdout`` keeps what it prints.
-            kept.debugger = _Debugger(stdout=io.StringIO(), nosigint=True, readrc=False)
+            kept.debugger = pdb.Pdb(stdout=io.StringIO(), nosigint=True, readrc=False)
             kept.debugger.reset()
-            frames = users_frames(kept.error, caller=main.__file__)
-            kept.debugger.setup(None, _without_ours(frames))
+            kept.debugger.setup(None, entry)
         debugger = kept.debugger
         leaves, tracer = False, sys.gettrace()
         try:
@@ -204,7 +209,7 @@ class DebugCall:
             leaves = False
         if leaves:
             kept.debugger = None
-        text = debugger.stdout.getvalue()
+        text = cells.name_files(debugger.stdout.getvalue())
         debugger.stdout.seek(0)
         debugger.stdout.truncate()
         return DebugAnswer(text, is_over=leaves)
@@ -390,32 +395,6 @@ _GOES_ON = (
 )
 
 
-def _without_ours(entry: TracebackType | None) -> TracebackType | None:
-    """Drop frames of this package at the end; keep at least one."""
-    entries = []
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    while len(entries) > 1 and _is_ours(entries[-1].tb_frame):
-        entries.pop()
-    made: TracebackType | None = None
-    for one in reversed(entries):
-        made = TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return made
-
-
 def _is_ours(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__"))
     return "__tracebackhide__" in frame.f_locals or module.startswith("notebook_accel.")
-
-
-class _Debugger(pdb.Pdb):
-    """Pdb that names the file of a cell's code ``Cell In[3]``, as tracebacks do."""
-
-    stack: Any = ()
-
-    def format_stack_entry(self, frame_lineno: tuple[FrameType, int], lprefix: str = ": ") -> str:
-        frame, number = frame_lineno
-        filename = frame.f_code.co_filename
-        line = linecache.getline(filename, number, frame.f_globals).strip()
-        return f"{cells.label_of(filename)}({number}){frame.f_code.co_name}(){lprefix}{line}"

@@ -19,7 +19,7 @@ from notebook_accel.wire import Frame
 # What faulthandler writes of the frame that calls the function, the newest frame first. In a
 # session a second one stands above it.
 _CALLER = re.compile(
-    r'^  File ".*[/\\](launch[/\\]worker[/\\]main|notebook[/\\]worker[/\\]calls)\.py", '
+    r'^  File ".*[/\\](launch[/\\]worker[/\\]main|notebook[/\\]worker)\.py", '
     r"line \d+ in (_run|__call__)$"
 )
 # A thread of the launcher's, which waits for the agent.

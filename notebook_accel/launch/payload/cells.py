@@ -44,9 +44,11 @@ def install_sources(sources: Sequence[CellSource]) -> None:
         _labels[source.filename] = source.label
 
 
-def label_of(filename: str) -> str:
-    """Return the label of a cell ("Cell In[3]") for its file name; return other names unchanged."""
-    return _labels.get(filename, filename)
+def name_files(text: str) -> str:
+    """Return a text with the labels of cells ("Cell In[3]") in place of their file names."""
+    for filename, label in _labels.items():
+        text = text.replace(filename, label)
+    return text
 
 
 def name_cells(text: str, labels: Mapping[str, str] | None = None) -> str:
