@@ -8,7 +8,6 @@ in a kernel, or in the tests' own process, before it starts its template.
 from __future__ import annotations
 
 from notebook_accel.launch.template import handle
-from notebook_accel.wire import ImportItem
 
 IMPORT_LITTLE = "from tests.templates import import_little; import_little()\n"
 _SERVE = "from notebook_accel.launch.template.process import serve"
@@ -16,14 +15,8 @@ _SERVE = "from notebook_accel.launch.template.process import serve"
 _LEFT_OUT = ("torch._dynamo", "notebook_accel.training")
 
 
-class _Everything(set[ImportItem]):
-    def __contains__(self, _item: object) -> bool:
-        return True
-
-
 def import_little() -> None:
     """Templates started from here on leave out what takes long; ranks import it each for itself."""
-    handle._known = _Everything()
     assert _SERVE in handle._BOOT
     handle._BOOT = handle._BOOT.replace(
         _SERVE,

@@ -87,7 +87,7 @@ def remake(value: Any) -> tuple[Any, ...] | None:
     """
     reduce = _NAMED.get(type(value))
     if reduce is not None:
-        return None if _is_at_its_name(value) else reduce(value)
+        return None if at_its_name(value) is value else reduce(value)
     if isinstance(value, types.FunctionType) and of_torch.original_function(value) is not None:
         closure = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         # It holds torch's context, which compiles the function again.
@@ -96,16 +96,15 @@ def remake(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _is_at_its_name(value: Any) -> bool:
-    """Return whether other processes can import ``value`` by its module and qualified name."""
+def at_its_name(value: Any) -> Any:
+    """Return what other processes import by the module and qualified name of ``value``, or None."""
     module = sys.modules.get(value.__module__)
-    name = getattr(value, "__qualname__", None) or value.__name__
     if module is None or module.__name__ == "__main__":
-        return False
+        return None
     try:
-        return attrgetter(name)(module) is value
+        return attrgetter(getattr(value, "__qualname__", None) or value.__name__)(module)
     except AttributeError:
-        return False
+        return None
 
 
 # From this size on, a result that is a part of a storage is copied out of it.

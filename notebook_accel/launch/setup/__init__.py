@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.pickling import CallPickler, load
+from notebook_accel.launch.payload.pickling import CallPickler, at_its_name, load
 from notebook_accel.system.modules import change_module
 
 # From a module to a value in it: names of attributes, and keys of dictionaries as tuples of one.
@@ -61,19 +61,10 @@ class _StepPickler(CallPickler):
     """Pickles a library's function that a cell has replaced as the one that the rank still has."""
 
     def _reduce_definition(self, value: Any) -> Any:
-        if isinstance(value, types.FunctionType) and _was_replaced(value):
+        now = at_its_name(value) if isinstance(value, types.FunctionType) else None
+        if now is not None and now is not value:
             return _original, (value.__module__, value.__qualname__)
         return super()._reduce_definition(value)
-
-
-def _was_replaced(function: types.FunctionType) -> bool:
-    name = function.__qualname__
-    module = sys.modules.get(function.__module__)
-    if module is None or module.__name__ == "__main__" or "<" in name:
-        return False
-    with contextlib.suppress(AttributeError):
-        return attrgetter(name)(module) is not function
-    return False
 
 
 def value_at(module: Any, path: Path) -> Any:

@@ -233,11 +233,6 @@ class Template:
         self._alive.close()
         self._channel.close()
 
-    def kill(self) -> None:
-        processes.kill_tree([self.pid])
-        self._process.wait()
-        self.close()
-
     def _post_imports(self) -> None:
         while self._unsent:
             self._channel.post(self._unsent.popleft())

@@ -62,7 +62,7 @@ def _little() -> Iterator[Template]:
         import_little()
         source = Template(os.environ)
     yield source
-    source.kill()
+    source.close()
 
 
 @pytest.fixture(name="libraries")
@@ -221,7 +221,7 @@ def test_an_import_that_hangs_is_left_out(
     libraries.write("after_hang")
     libraries.want("hangs", "after_hang")
     found = libraries.imported()
-    libraries.source.kill()
+    libraries.source.close()
     assert "took longer than 2 s" in found.left_out["hangs"]
     assert found.libraries == ("after_hang",)
 
@@ -233,7 +233,7 @@ def test_with_little_memory_ranks_import_themselves_and_one_line_says_so(
     libraries.write("large_lib")
     libraries.want("large_lib")
     found = libraries.imported()
-    libraries.source.kill()
+    libraries.source.close()
     assert (found.pid, found.libraries) == (0, ())
     assert "GB of memory are free" in found.problem
     assert libraries.times("large_lib") == 0
