@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import dis
 import linecache
 import re
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 
@@ -84,15 +82,3 @@ def fill_main(objects: Iterable[Any]) -> None:
             continue
         if name not in namespace or namespace[name] is filled.get(name):
             namespace[name] = filled[name] = value
-
-
-_LOADS_OF_GLOBALS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_GLOBAL")
-
-
-@lru_cache(maxsize=1024)
-def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a code object and its nested functions may look up as globals."""
-    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    steps = dis.get_instructions(code)
-    own = frozenset(step.argval for step in steps if step.opname in _LOADS_OF_GLOBALS)
-    return own.union(*map(global_names, inner))

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, TypeVar
 import cloudpickle
 
 from notebook_accel.launch.payload import cells
+from notebook_accel.launch.text.used_names import global_names
 from notebook_accel.private import of_libraries, of_torch
 
 # ---- what Python pickles only by its name in a module, or not at all -----------------------
@@ -588,9 +589,8 @@ class CallPickler(_Pickler):
         # cloudpickle sees the names that functions look up, not those of class statements
         # inside of functions.
         known = function.__globals__
-        for name in cells.global_names(function.__code__):
-            if name in known:
-                used.setdefault(name, known[name])
+        for name in global_names(function.__code__) & known.keys():
+            used.setdefault(name, known[name])
         self.used.append((function, used))
 
 
@@ -620,7 +620,7 @@ class SessionPickler(CallPickler):
     def _note_globals(self, function: types.FunctionType, used: dict[str, Any]) -> None:
         super()._note_globals(function, used)
         if function.__globals__ is cells.main_namespace():
-            self.names.update(used, cells.global_names(function.__code__))
+            self.names.update(used, global_names(function.__code__))
             used.clear()
 
 

@@ -21,6 +21,7 @@ import types
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 # What a cell of the magic finds in its ranks. A name of the notebook that is called so counts from
@@ -185,6 +186,15 @@ class _Reader:
                     self.assigned.add(name)
                     if local is None:
                         (own.discard if step.opname in _DELETES else own.add)(name)
+
+
+@lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a code object and its nested functions may look up as globals."""
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    steps = dis.get_instructions(code)
+    own = frozenset(step.argval for step in steps if step.opname in _LOADS)
+    return own.union(*map(global_names, inner))
 
 
 def _dotted(node: ast.AST) -> set[str]:
