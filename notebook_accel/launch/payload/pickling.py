@@ -182,16 +182,6 @@ def rebuild_tensor(
     return tensor.set_(storage, offset, size, stride).requires_grad_(requires_grad)
 
 
-def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """Make an exception without calling its class's ``__init__``.
-
-    Plain unpickling calls ``__init__`` with ``args``, and fails if they do not fit its parameters.
-    """
-    error = kind.__new__(kind, *args)
-    error.args = args
-    return error
-
-
 def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Set a learning rate scheduler's state, and wrap its optimizer's ``step`` as torch does.
 
@@ -199,14 +189,10 @@ def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     If the optimizer lacks this function, torch warns at the scheduler's first step. A pickled
     optimizer has lost it, so a second scheduler, which changes no learning rate, is made to set it.
     """
-    from torch.optim.lr_scheduler import LRScheduler
-
-    class Marking(LRScheduler):
-        def step(self, epoch: int | None = None) -> None:
-            """Leave the learning rate unchanged; torch calls this while it makes the scheduler."""
+    from torch.optim.lr_scheduler import MultiplicativeLR
 
     vars(scheduler).update(state)
-    Marking(scheduler.optimizer)
+    MultiplicativeLR(scheduler.optimizer, lambda _epoch: 1.0)
 
 
 class _MainNamespace:
@@ -235,7 +221,8 @@ def _reduce_exception(_pickler: Any, error: BaseException) -> Any:
     is_plain = kind.__reduce__ is BaseException.__reduce__
     if not is_plain or not isinstance(kind.__init__, types.FunctionType):
         return NotImplemented
-    return rebuild_exception, (kind, error.args), vars(error) or None
+    # Plain unpickling calls ``__init__`` with ``args``, and fails if they do not fit its parameters.
+    return copyreg.__newobj__, (kind, *error.args), vars(error) or None  # type: ignore[attr-defined]
 
 
 def _reduce_file(_pickler: Any, file: io.TextIOWrapper) -> Any:
