@@ -221,7 +221,7 @@ def _reduce_exception(_pickler: Any, error: BaseException) -> Any:
     is_plain = kind.__reduce__ is BaseException.__reduce__
     if not is_plain or not isinstance(kind.__init__, types.FunctionType):
         return NotImplemented
-    # Plain unpickling calls ``__init__`` with ``args``, and fails if they do not fit its parameters.
+    # Plain unpickling calls ``__init__`` with ``args``, whose parameters may be others.
     return copyreg.__newobj__, (kind, *error.args), vars(error) or None  # type: ignore[attr-defined]
 
 

@@ -31,6 +31,7 @@ PROVIDED = ("accelerator", "device", "rank", "world_size")
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
 # What IPython puts into a notebook beside its history.
 OF_IPYTHON = ("exit", "get_ipython", "open", "quit")
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 _OF_PYTHON = re.compile(r"__.*__|__+")
 # A name, but not the letters before a text, as in f"{x}".
 _IDENTIFIER = re.compile(r"(?![rbfuRBFU]{1,2}['\"])\b[^\W\d]\w*")
@@ -153,7 +154,9 @@ class _Reader:
     def _read(self, node: ast.stmt, own: set[str]) -> None:
         """Read a statement, but not the blocks of statements in it."""
         for part in ast.walk(node):
-            self.dotted |= _dotted(part)
+            dotted = ast.unparse(part) if isinstance(part, ast.Attribute) else ""
+            if _DOTTED.fullmatch(dotted):
+                self.dotted.add(dotted)
             for text in texts_for_ipython(part):
                 # Any word may be a name; Python keeps names in this form.
                 names = _IDENTIFIER.findall(unicodedata.normalize("NFKC", text))
@@ -197,28 +200,14 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return own.union(*map(global_names, inner))
 
 
-def _dotted(node: ast.AST) -> set[str]:
-    """Return a node such as ``os.path`` as a set of one text, "os.path"; else an empty set."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    if not names or not isinstance(node, ast.Name):
-        return set()
-    return {".".join([node.id, *names])}
-
-
 def texts_for_ipython(node: ast.AST) -> list[str]:
     """Return the texts that a transformed magic or shell command passes to IPython."""
-    if not isinstance(node, ast.Call):
-        return []
-    function = node.func
-    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
-        return []
-    owner = function.value.func
-    if not isinstance(owner, ast.Name) or owner.id != "get_ipython":
-        return []
-    # The first of several is the name of a magic.
-    texts = [part.value for part in node.args[-2:] if isinstance(part, ast.Constant)]
-    texts = texts[1:] if function.attr.endswith("magic") and len(node.args) == 2 else texts
-    return list(map(str, texts))
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Name("get_ipython")), attr=method),
+            args=arguments,
+        ):
+            # The first of several is the name of a magic.
+            texts = [str(one.value) for one in arguments[-2:] if isinstance(one, ast.Constant)]
+            return texts[1:] if method.endswith("magic") and len(arguments) == 2 else texts
+    return []
