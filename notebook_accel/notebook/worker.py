@@ -94,7 +94,7 @@ class NamesCall:
 
     def outcome(self, namespace: Namespace, value: Any = None) -> RankAnswer:
         is_asked = self.pull_from in (None, this_rank.current().rank)
-        return RankAnswer(value=value, **namespace.report(self.pull if is_asked else ()))
+        return namespace.report(self.pull if is_asked else (), value)
 
 
 @dataclass(kw_only=True)
@@ -270,17 +270,18 @@ class Namespace:
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
-    def report(self, pull: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the changes since the last report, as the fields of a ``RankAnswer``."""
+    def report(self, pull: Iterable[str], value: Any) -> RankAnswer:
+        """Return the changes since the last report, beside the value of a cell."""
         now = self._objects()
         assigned = frozenset(name for name, key in now.items() if self._reported.get(name) != key)
         self._reported = now
-        return {
-            "assigned": assigned,
-            "names": frozenset(now),
-            "pulled": {name: self._names[name] for name in pull if name in self._names},
-            "last_push": self._last_push,
-        }
+        return RankAnswer(
+            assigned=assigned,
+            names=frozenset(now),
+            pulled={name: self._names[name] for name in pull if name in self._names},
+            last_push=self._last_push,
+            value=value,
+        )
 
     def _objects(self) -> dict[str, int]:
         hidden = self.shell.user_ns_hidden
