@@ -179,18 +179,7 @@ class DebugCall:
         if kept is None or self.rank not in (None, number):
             return None
         if kept.debugger is None:
-            from notebook_accel.launch.worker import main  # in a rank alone
-
-            frames = [*traceback.walk_tb(users_frames(kept.error, caller=main.__file__))]
-            while len(frames) > 1 and _is_ours(frames[-1][0]):
-                frames.pop()
-            entry: TracebackType | None = None
-            for frame, line in reversed(frames):
-                entry = TracebackType(entry, frame, frame.f_lasti, line)
-            # Its ``stdout`` keeps what it prints.
-            kept.debugger = pdb.Pdb(stdout=io.StringIO(), nosigint=True, readrc=False)
-            kept.debugger.reset()
-            kept.debugger.setup(None, entry)
+            kept.debugger = _debugger_of(kept.error)
         debugger = kept.debugger
         leaves, tracer = False, sys.gettrace()
         try:
@@ -394,6 +383,22 @@ class RankShell(InteractiveShell):
 _GOES_ON = (
     "nothing goes on here, the call is over: w, u, d, l, ll, a, p, pp look around, q leaves\n"
 )
+
+
+def _debugger_of(error: BaseException) -> pdb.Pdb:
+    """Return pdb in the frames of an error, down to the person's own; its ``stdout`` keeps text."""
+    from notebook_accel.launch.worker import main  # in a rank alone
+
+    frames = [*traceback.walk_tb(users_frames(error, caller=main.__file__))]
+    while len(frames) > 1 and _is_ours(frames[-1][0]):
+        frames.pop()
+    entry: TracebackType | None = None
+    for frame, line in reversed(frames):
+        entry = TracebackType(entry, frame, frame.f_lasti, line)
+    made = pdb.Pdb(stdout=io.StringIO(), nosigint=True, readrc=False)
+    made.reset()
+    made.setup(None, entry)
+    return made
 
 
 def _is_ours(frame: FrameType) -> bool:
