@@ -27,10 +27,11 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from notebook_accel.launch.payload.culprits import cannot_be_pushed, pickled
-from notebook_accel.launch.payload.pickling import Discard, SessionPickler, itself, memory_of
+from notebook_accel.launch.payload.pickling import NOWHERE, SessionPickler, itself, memory_of
 from notebook_accel.launch.text import used_names
 from notebook_accel.private import of_torch
 
@@ -249,34 +250,18 @@ def look_at(name: str, value: object) -> NameFacts:
     """Return the facts about a notebook variable."""
 
     def look() -> NameFacts:
-        file = _Digest()
-        pickler = _LookingPickler(file)
+        pickler = _LookingPickler()
         pickler.dump(value)
-        return NameFacts(file.digest(), frozenset(pickler.names), pickler.num_bytes)
+        return NameFacts(pickler.hash.digest(), frozenset(pickler.names), pickler.num_bytes)
 
     return pickled(look, partial(cannot_be_pushed, name, value))
 
 
 def names_used(value: object) -> frozenset[str]:
     """Return the names of the globals that functions and classes in ``value`` use."""
-    pickler = SessionPickler(Discard(), lambda _buffer: None)  # reads no memory of arrays
+    pickler = SessionPickler(NOWHERE, lambda _buffer: None)  # reads no memory of arrays
     pickler.dump(value)
     return frozenset(pickler.names)
-
-
-class _Digest(Discard):
-    """A file that stores nothing and computes a hash of all that is written to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        return len(data)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
 
 
 class _LookingPickler(SessionPickler):
@@ -286,16 +271,16 @@ class _LookingPickler(SessionPickler):
     instead: these suffice to see whether the value has changed.
     """
 
-    def __init__(self, file: _Digest) -> None:
-        super().__init__(file, self._take_buffer)
-        self._digest = file
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+        super().__init__(SimpleNamespace(write=self.hash.update), self._take_buffer)
         self.num_bytes = 0
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
         # Arrays know no version: an array that was written to is told by its bytes alone.
         view = buffer.raw()
         self.num_bytes += view.nbytes
-        self._digest.write(b"%d," % zlib.crc32(view))
+        self.hash.update(b"%d," % zlib.crc32(view))
 
     def _reduce_storage(self, storage: Any) -> Any:
         size = storage.nbytes()
@@ -305,11 +290,11 @@ class _LookingPickler(SessionPickler):
             is_small = size <= _SMALL_STORAGE_BYTES
             length, step = (size, size) if is_small else (_SAMPLE_BYTES, size // _NUM_SAMPLES)
             for start in range(0, size, step):
-                self._digest.write(b"%d," % zlib.crc32(array.data[start : start + length]))
+                self.hash.update(b"%d," % zlib.crc32(array.data[start : start + length]))
         return itself, ((storage.data_ptr(), size),)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         # A tensor that was made in inference mode has no count of its changes.
         with contextlib.suppress(RuntimeError):
-            self._digest.write(b"%d," % of_torch.count_of_changes(tensor))
+            self.hash.update(b"%d," % of_torch.count_of_changes(tensor))
         return super()._reduce_tensor(tensor)

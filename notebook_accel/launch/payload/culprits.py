@@ -73,7 +73,7 @@ def _find_culprit(
 
 def _error_of(make: Callable[..., Any], value: Any) -> BaseException | None:
     try:
-        make(pickling.Discard(), lambda _buffer: None).dump(value)
+        make(pickling.NOWHERE, lambda _buffer: None).dump(value)
     except (Exception, SystemExit) as error:  # whatever a user's object does
         return error
     return None

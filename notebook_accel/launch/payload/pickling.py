@@ -437,11 +437,8 @@ def row_of(kind: type, rows: Mapping[str, _Row] = _BY_CLASS) -> _Row | None:
 # ---- picklers ------------------------------------------------------------------------------
 
 
-class Discard(io.RawIOBase):
-    """A file that discards what is written to it, to test whether a value can be pickled."""
-
-    def write(self, data: Any) -> int:
-        return len(data)
+# A file that discards what is written to it, to test whether a value can be pickled.
+NOWHERE = types.SimpleNamespace(write=len)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -583,7 +580,7 @@ class CallPickler(_Pickler):
 
 def can_be_pickled(value: Any) -> bool:
     """Return whether ``value`` can travel by value."""
-    pickler = CallPickler(Discard(), lambda _buffer: None)
+    pickler = CallPickler(NOWHERE, lambda _buffer: None)
     pickler._importable = {}
     try:
         pickler.dump(value)
@@ -613,7 +610,7 @@ class SessionPickler(CallPickler):
 
 def used_globals(function: types.FunctionType) -> dict[str, Any]:
     """Return the globals that are pickled with a function, by name."""
-    pickler = CallPickler(Discard())
+    pickler = CallPickler(NOWHERE)
     pickler.reducer_override(function)
     return pickler.used[0][1] if pickler.used else {}
 
