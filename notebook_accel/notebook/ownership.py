@@ -134,7 +134,7 @@ class Ownership:
                 for text in used_names.texts_for_ipython(part):  # the statement of %time
                     self.note_uses(text)
             names = used_names.names_in([node])
-            used = names.used
+            used = frozenset(names.used)
             if not any(isinstance(part, _DEFINITIONS) for part in ast.walk(node)):
                 made_of = used & self._uses.keys()
                 used = frozenset(name for name in made_of if not self.is_ours(name))

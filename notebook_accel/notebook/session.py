@@ -263,7 +263,7 @@ class NotebookSession:
         run: Run,
         request: worker.CellCall,
         number: int,
-        assigned: frozenset[str],
+        assigned: Iterable[str],
         slot: DisplaySlot | None,
     ) -> None:
         """Record a cell's assignments, show its values, and pull its names if it has not failed.

@@ -20,7 +20,7 @@ import sys
 import types
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -49,16 +49,6 @@ def without_watcher(text: str) -> str:
     return _WATCHER.sub("", text)
 
 
-@dataclass(frozen=True)
-class CellNames:
-    """The names that a cell uses and assigns."""
-
-    used: frozenset[str] = frozenset()
-    dotted: frozenset[str] = frozenset()
-    assigned: frozenset[str] = frozenset()
-    certain: frozenset[str] = frozenset()
-
-
 def names_of(text: str) -> CellNames:
     """Return the names that a cell uses and assigns; no names for a text that is not Python."""
     return names_in(parsed(text).body)
@@ -66,17 +56,12 @@ def names_of(text: str) -> CellNames:
 
 def names_in(statements: Sequence[ast.stmt]) -> CellNames:
     """Return the names that statements of a cell use and assign."""
-    reader, certain = _Reader(), set[str]()
+    names = CellNames()
     try:
-        reader.block(statements, certain)
+        names.read(statements, names.certain)
     except _NO_PYTHON:
         return CellNames()
-    return CellNames(
-        used=frozenset(reader.used),
-        dotted=frozenset(reader.dotted),
-        assigned=frozenset(reader.assigned),
-        certain=frozenset(certain),
-    )
+    return names
 
 
 def parsed(text: str) -> ast.Module:
@@ -117,15 +102,17 @@ _BLOCK = ast.parse("__block__()").body
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
-class _Reader:
-    """Reads statements in their order, and collects the global names that they use and assign."""
+@dataclass
+class CellNames:
+    """The global names that a cell uses and assigns; ``certain`` ones it assigns in any case."""
 
-    def __init__(self) -> None:
-        self.used: set[str] = set()
-        self.dotted: set[str] = set()
-        self.assigned: set[str] = set()
+    used: set[str] = field(default_factory=set)
+    dotted: set[str] = field(default_factory=set)
+    assigned: set[str] = field(default_factory=set)
+    certain: set[str] = field(default_factory=set)
 
-    def block(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
+    def read(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
+        """Add the names of statements, in their order; ``own`` are those assigned before them."""
         for statement in statements:
             if not isinstance(statement, (ast.Break, ast.Continue)):
                 self._statement(statement, own)
@@ -145,13 +132,13 @@ class _Reader:
                 setattr(head, name, parts)
             for part in parts:
                 part.body = _BLOCK
-        self._read(head, own)
+        self._read_head(head, own)
         # Whether a branch runs is not known: what it assigns is its own alone.
         for block, caught in blocks:
             is_certain = isinstance(node, (ast.With, ast.AsyncWith))
-            self.block(block, own if is_certain else own | ({caught} if caught else set()))
+            self.read(block, own if is_certain else own | ({caught} if caught else set()))
 
-    def _read(self, node: ast.stmt, own: set[str]) -> None:
+    def _read_head(self, node: ast.stmt, own: set[str]) -> None:
         """Read a statement, but not the blocks of statements in it."""
         for part in ast.walk(node):
             dotted = ast.unparse(part) if isinstance(part, ast.Attribute) else ""
