@@ -134,12 +134,12 @@ class Server:
     def __init__(self, channel: Channel, kernel: int) -> None:
         self._channel = channel
         self.kernel = kernel
-        self._agents: dict[int, int] = {}
-        self._runs: dict[int, str] = {}
+        # The run of each, by pid.
+        self._agents: dict[int, str] = {}
         self.selector = selectors.DefaultSelector()
         self._is_retired = False
         self._preparer = Preparer(self)
-        self._kernel_gone = partial(end_everything, self._runs)
+        self._kernel_gone = partial(end_everything, self._agents)
         self.selector.register(self.kernel, selectors.EVENT_READ, self._kernel_gone)
         self.selector.register(self._channel, selectors.EVENT_READ, self._from_kernel)
 
@@ -190,8 +190,8 @@ class Server:
             prepared = self._preparer.fork_agent(message, fds[0]) if message.is_prepared else 0
             pid = prepared or fork(be_agent)
             exit_fd = processes.watch_exit(pid)
-            self.selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
-            self._agents[pid], self._runs[pid] = exit_fd, message.run
+            self.selector.register(exit_fd, selectors.EVENT_READ, partial(self._reap, pid, exit_fd))
+            self._agents[pid] = message.run
             answer = wire.Forked(run=message.run, pid=pid)
         except OSError as error:  # no room for one more process, or for a descriptor
             if pid:
@@ -202,14 +202,14 @@ class Server:
             os.close(fd)
         self._tell(answer)
 
-    def _reap(self, pid: int) -> None:
-        exit_fd = self._agents.pop(pid)
+    def _reap(self, pid: int, exit_fd: int) -> None:
+        run = self._agents.pop(pid)
         self.selector.unregister(exit_fd)
         os.close(exit_fd)
         status = reap(pid)
         # What the agent would have ended itself, had it not been killed.
         reaped = self.kill_descendants()
-        processes.remove_scratch(self._runs.pop(pid), pid, used_by=reaped)
+        processes.remove_scratch(run, pid, used_by=reaped)
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: wire.Message) -> None:
