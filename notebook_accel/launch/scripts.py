@@ -318,16 +318,10 @@ def script_of_cells(
     texts = {number: _plain(number, cells[number], transform) for number in sorted(cells)}
     last = max(texts)
     texts[last] = _shown_at_the_end(texts[last])
-    assigned: set[str] = set()
-    provided: set[str] = set()
-    needed: set[str] = set()
-    for text in texts.values():
-        names = used_names.names_of(text)
-        used = names.used - assigned
-        provided |= used & {"display", *used_names.PROVIDED}
-        needed |= {name for name in used & namespace.keys() if not used_names.is_history(name)}
-        assigned |= names.assigned
-    needed -= {"display", *used_names.PROVIDED, *used_names.OF_IPYTHON}
+    used = used_names.names_of("\n".join(texts.values())).used
+    provided = used & {"display", *used_names.PROVIDED}
+    needed = {name for name in used & namespace.keys() if not used_names.is_history(name)}
+    needed -= {*provided, *used_names.OF_IPYTHON}
     given = [line for name, line in _MADE_BY.items() if name in provided]
     if given or "accelerator" in provided:
         of_plan = f"mixed_precision={mixed_precision!r}" if mixed_precision else ""
