@@ -67,26 +67,23 @@ def read_setup(shell: InteractiveShell | None) -> tuple[list[Step], tuple[str, .
     """
     packed: dict[str, Step] = {}
     lost: list[str] = []
-    known = [
-        (f"state {name} {number}", f"settings of {name}", name, states.set_state, number, state)
-        for name, number, state in states.states()
-    ]
-    for key, label, module, do, *arguments in (*known, *_repeated(shell, lost)):
+    everywhere = (
+        (key, source.label, "", setup.run_cell, code, source)
+        for key, (code, source) in EVERYWHERE.items()
+    )
+    done = (*states.states(), *_repeated(shell, lost), *everywhere)
+    for key, label, module, do, *arguments in done:
         try:
             packed[key] = setup.pack_step(key, label, module, do, *arguments)
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
             lost.append(f"`{label}` ({one_line(str(error) or type(error).__name__, 80)})")
-    everywhere = [
-        setup.pack_step(key, source.label, "", setup.run_cell, code, source)
-        for key, (code, source) in EVERYWHERE.items()
-    ]
     new = [text for text in lost if text not in _told]
     _told.update(new)
     notice = (
         f"only in the notebook, not in the ranks: {', '.join(new)}. Put it into the function, or "
         "into a cell that begins with %%everywhere"
     )
-    return [*packed.values(), *everywhere], (notice,) if new else ()
+    return [*packed.values()], (notice,) if new else ()
 
 
 # ---- statements of cells -------------------------------------------------------------------

@@ -207,13 +207,15 @@ _ROWS: dict[str, tuple[_Row, ...]] = {
 }
 
 
-def states() -> Iterator[tuple[str, int, Any]]:
-    """Yield modules of the table that are imported here, with the number of a row and its state."""
+def states() -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of ``pack_step`` for each state of a module that is imported here."""
     for name, rows in _ROWS.items():
         for number, (read, _) in enumerate(rows):
             # Another version of it, or one that is being imported.
             with contextlib.suppress(Exception):
-                yield name, number, read(sys.modules[name])
+                state = read(sys.modules[name])
+                about = f"state {name} {number}", f"settings of {name}"
+                yield *about, name, set_state, number, state
 
 
 def set_state(module: Any, number: int, state: Any) -> None:
