@@ -116,13 +116,13 @@ while "ipykernel" not in sys.modules and time.monotonic() < until:
     notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
     notebook.run(
         "%load_ext notebook_accel\n"
-        "from notebook_accel.notebook.session import StartingLine\n"
-        "said, show = [], StartingLine._show\n"
-        "def note(line, text):\n"
+        "from notebook_accel.notebook import session\n"
+        "said, say = [], session.say\n"
+        "def note(text, slot):\n"
         "    said.append(text)\n"
-        "    show(line, text)\n"
+        "    say(text, slot)\n"
         f"    'importing slow_lib' in text and open({str(go)!r}, 'w').close()\n"
-        "StartingLine._show = note"
+        "session.say = note"
     )
     notebook.run("import slow_lib")
     notebook.run("%%accelerate -n 2\nimport sys\nassert 'slow_lib' in sys.modules")
