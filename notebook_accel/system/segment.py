@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 
 # What torch's own allocator gives, so that kernels run as fast on a mapped tensor.
 _ALIGNMENT = 64
@@ -26,11 +27,8 @@ def _seals() -> int:
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Lay out buffers one after the other in a segment, each aligned to 64 bytes."""
-    offsets = []
-    end = 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    *offsets, end = accumulate(rounded, initial=0)
     return tuple(offsets), end
 
 
