@@ -551,8 +551,7 @@ class CallPickler(_Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         place = self._importable.get(id(obj))
-        is_refused = isinstance(self._row(type(obj)), str)
-        if place is None or is_refused or can_be_pickled(obj):
+        if place is None or isinstance(self._row(type(obj)), str) or can_be_pickled(obj):
             return super().reducer_override(obj)
         self.imported.append(".".join(place))
         return attrgetter(place[1]), (sys.modules[place[0]],)
