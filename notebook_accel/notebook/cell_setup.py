@@ -232,27 +232,26 @@ def _found(
 EVERYWHERE: dict[str, tuple[str, CellSource]] = {}
 
 
-def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) -> Any:
+def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) -> None:
     """Run a cell here and at the start of all ranks; run again, it replaces its earlier text."""
     text = f"%%everywhere {line}\n{cell}"
     source = CellSource(shell.compile.cache(text), label, text)
     untyped: Any = shell
     code = "\n" + untyped.transform_cell(cell)
-    tree = ast.parse(code, source.filename)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, source.filename, "exec"), shell.user_ns)
-    value = None
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), source.filename, "eval"), shell.user_ns)
+    statements = ast.parse(code, source.filename).body
+    # An expression at the end shows its value, as in any cell.
+    shown: list[ast.stmt] = [node for node in statements[-1:] if isinstance(node, ast.Expr)]
+    quiet = ast.Module(statements[: len(statements) - len(shown)], [])
+    exec(compile(quiet, source.filename, "exec"), shell.user_ns)
+    exec(compile(ast.Interactive(shown), source.filename, "single"), shell.user_ns)
     kernel: Any = getattr(shell, "kernel", None)
     request = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
     # The id that the page gave the cell.
     cell_id = str(request.get("metadata", {}).get("cellId", ""))
     # Ranks have no magics.
     lines = code.splitlines()
-    for node in ast.parse(code).body:
+    for node in statements:
         if "get_ipython()" in ast.unparse(node):
             first, end = node.lineno - 1, node.end_lineno or node.lineno
             lines[first:end] = [""] * (end - first)
     EVERYWHERE[cell_id or text] = "\n".join(lines), source
-    return value

@@ -283,7 +283,7 @@ class AccelerateMagics(Magics):
     @argument("--list", action="store_true", help="show the cells that ranks run at their start")
     @argument("--clear", action="store_true", help="take them all back")
     @line_cell_magic
-    def everywhere(self, line: str, cell: str | None = None) -> Any:
+    def everywhere(self, line: str, cell: str | None = None) -> None:
         """Run the cell in the notebook now, and at the start of all ranks from now on.
 
         For what sets a library up and does not reach the ranks by itself. A cell that is run again
@@ -293,12 +293,12 @@ class AccelerateMagics(Magics):
         shell: Any = self.shell
         if cell is not None:
             label = f"Cell In[{len(shell.user_ns['In']) - 1}]"
-            return run_everywhere(shell, line, cell, label)
+            run_everywhere(shell, line, cell, label)
+            return
         if options.clear:
             EVERYWHERE.clear()
         texts = [f"# {source.label}\n{source.text}" for _, source in EVERYWHERE.values()]
         print("\n\n".join(texts) or "no %%everywhere cell")  # noqa: T201
-        return None
 
     # ---- %accelerate COMMAND ---------------------------------------------------------------
 
