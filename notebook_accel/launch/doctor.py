@@ -11,11 +11,20 @@ process from which ranks start) asks torch about the accelerators (template/proc
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.metadata
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
 
 from notebook_accel import tpu
 from notebook_accel.config import resolve
@@ -63,14 +72,15 @@ class Finding:
         return STOPS if self.stops else HURTS if self.remedy else FINE
 
 
-def examine() -> list[Finding]:
-    """Run all checks of this machine, and return their findings.
+def examine(*, in_notebook: bool = False) -> list[Finding]:
+    """Run all checks of this machine, and of a notebook's Jupyter server; return their findings.
 
     It takes a few seconds if this process has launched nothing yet, since the template process, by
     which accelerators are counted, has to start first.
     """
     machine = look_at_machine()
-    return [finding for question in _QUESTIONS for finding in question(machine)]
+    questions = (*_QUESTIONS, *(_widgets,) * in_notebook)
+    return [finding for question in questions for finding in question(machine)]
 
 
 def as_lines(findings: Iterable[Finding]) -> list[str]:
@@ -228,6 +238,54 @@ def _settings(_machine: Machine) -> Iterator[Finding]:
     except ConfigError as error:
         remedy = "correct it, or take it away: each launch that does not say otherwise reads it"
         yield Finding(subject="settings", found=str(error), remedy=remedy, stops=True)
+
+
+# ``python .../jupyter-lab``, ``python -m jupyterlab``, ``python .../jupyterhub-singleuser``.
+_SERVER = re.compile(r"^(?:.*/)?(?:jupyter(?:[-_]?\w+|hub-singleuser)?|notebook)$")
+_EXTENSION = "labextensions/@jupyter-widgets/jupyterlab-manager/package.json"
+
+
+def _widgets(_machine: Machine) -> Iterator[Finding]:
+    """Yield a finding on the extension that draws widgets in the Jupyter server of this kernel."""
+    found = f"ipywidgets {importlib.metadata.version('ipywidgets')}"
+    server = _server_python()
+    if server is None:
+        found += "; where a panel stays empty, install jupyterlab_widgets where Jupyter itself runs"
+        yield Finding(subject="widgets", found=found)
+        return
+    # A server looks for extensions in its own environment, then in shared folders.
+    paths: Any = importlib.import_module("jupyter_core.paths")  # it comes with ipykernel
+    shared = (Path(each) for each in paths.jupyter_path() if not each.startswith(sys.prefix))
+    folders = (Path(server).parent.parent / "share/jupyter", *shared)
+    version = next(filter(None, map(_version_in, folders)), "")
+    # By the first number of their versions: ipywidgets 8 goes with 5, ipywidgets 7 with 3.
+    fitting, package = ("3", "1") if found.startswith("ipywidgets 7") else ("5", "3")
+    found += f"; jupyterlab-manager {version or 'is not'} in the Jupyter server ({server})"
+    remedy = f"{server} -m pip install 'jupyterlab_widgets=={package}.*', then reload the page"
+    remedy += "; until then, view='text' shows runs as lines"
+    is_fine = version.partition(".")[0] == fitting
+    yield Finding(subject="widgets", found=found, remedy="" if is_fine else remedy)
+
+
+def _server_python() -> str | None:
+    """Return the Python of this kernel's Jupyter server; None if no parent is one, or is hidden."""
+    try:
+        for process in psutil.Process().parents():
+            command = process.cmdline()
+            if any(_SERVER.search(part) for part in command[1:4]):
+                # As it was called: a link leads out of a virtual environment.
+                return shutil.which(command[0], path=process.environ().get("PATH"))
+    except psutil.Error:  # of another user
+        return None
+    return None
+
+
+def _version_in(folder: Path) -> str:
+    """Return the version of the widgets' JupyterLab extension in ``folder``; "" if it has none."""
+    try:
+        return str(json.loads((folder / _EXTENSION).read_text(encoding="utf-8"))["version"])
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (

@@ -27,6 +27,7 @@ from IPython.display import display
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.doctor import as_lines, examine
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.scripts import script_of_cells
@@ -34,7 +35,7 @@ from notebook_accel.launch.template.handle import imports_line
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import session, tracebacks
 from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
-from notebook_accel.notebook.doctor import diagnose
+from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import NotebookSession
 from notebook_accel.notebook.warming import prepare
@@ -389,7 +390,8 @@ class AccelerateMagics(Magics):
         display(config_picker(*arguments))
 
     def _doctor(self, arguments: Sequence[str]) -> None:
-        print("\n".join(diagnose()))  # noqa: T201
+        findings = examine(in_notebook=find_kernel() is not None)
+        print("\n".join(as_lines(findings)))  # noqa: T201
 
     def _running(self) -> NotebookSession:
         running = session.current_session()

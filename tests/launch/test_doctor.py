@@ -18,7 +18,6 @@ from notebook_accel.config import default_config_path
 from notebook_accel.launch import doctor
 from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, as_lines, examine
 from notebook_accel.launch.preflight import Machine
-from notebook_accel.notebook import doctor as notebook_doctor
 from notebook_accel.training.processes import devices
 from notebook_accel.wire import Devices
 
@@ -187,9 +186,8 @@ def test_gpus_that_torch_does_not_use_are_named(
 
 
 def test_where_no_server_is_known_widgets_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook_doctor, "find_kernel", object)
-    monkeypatch.setattr(notebook_doctor, "_server_python", lambda: None)
-    (found,) = notebook_doctor._widgets()
+    monkeypatch.setattr(doctor, "_server_python", lambda: None)
+    (found,) = doctor._widgets(Machine(kind="cpu", devices=(), **HOST))
     assert found.level == FINE
     assert "install jupyterlab_widgets where Jupyter itself runs" in found.found
 
@@ -206,7 +204,6 @@ def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_page: str | None, level: str, said: str
 ) -> None:
     """Whatever the kernel's own environment has: the server may have another one."""
-    monkeypatch.setattr(notebook_doctor, "find_kernel", object)
     monkeypatch.setattr("jupyter_core.paths.jupyter_path", lambda: [sys.prefix + "/share/jupyter"])
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -219,10 +216,10 @@ def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
     ]
     monkeypatch.setattr("psutil.Process.parents", lambda _: above)
     if of_page:
-        file = tmp_path / "share/jupyter" / notebook_doctor._EXTENSION
+        file = tmp_path / "share/jupyter" / doctor._EXTENSION
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"version": of_page}))
-    (found,) = notebook_doctor._widgets()
+    (found,) = doctor._widgets(Machine(kind="cpu", devices=(), **HOST))
     assert found.level == level
     assert said in f"{found.found} {found.remedy}"
     assert bool(found.remedy) == (level != FINE)
@@ -244,7 +241,7 @@ def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
 )
 def test_a_server_is_known_by_its_command(command: str, is_server: bool) -> None:
     parts = command.split()
-    assert any(map(notebook_doctor._SERVER.search, parts[1:4])) == is_server
+    assert any(map(doctor._SERVER.search, parts[1:4])) == is_server
 
 
 def test_a_finding_reads_as_a_line_and_its_remedy_as_another() -> None:
