@@ -274,14 +274,6 @@ class LogView:
         self._title.value = hits if words else "output"
         # On a narrow page only a title that says something has room.
         (self._title.remove_class if words else self._title.add_class)("na-optional")
-        return self._send_block()
-
-    def _on_save(self) -> None:
-        self._link.value = str(self._saved(self.chosen))
-
-    # ---- drawing ----
-
-    def _send_block(self) -> bool:
         block = self._window.next_block()
         if block is None:
             return False
@@ -298,6 +290,9 @@ class LogView:
         markup = element("div", lines, class_="na-block", style=f"order:{block.number}")
         self._blocks.children[index].value = str(markup)
         return True
+
+    def _on_save(self) -> None:
+        self._link.value = str(self._saved(self.chosen))
 
     def _make_scroll_box(self) -> Any:
         return self._widgets.make(ipywidgets.Box, [self._blocks], classes="na-scroll")

@@ -108,7 +108,10 @@ class MetricsView:
         shown = group[_PAGE_SIZE * page : _PAGE_SIZE * (page + 1)]
         # Rank 0's, which alone logs.
         charts = {name: next(iter(curves.of(name).values())) for name in shown}
-        points = {name: self._points(name, curve) for name, curve in charts.items()}
+        points = {
+            name: max(_between(curve.points(), steps), self._detail.get(name, []), key=len)
+            for name, curve in charts.items()
+        }
         label, original = self._find_original()
         metrics: dict[str, dict[str, Curve]] = {}
         lines: dict[str, dict[str, Sequence[Point]]] = {}
@@ -136,10 +139,6 @@ class MetricsView:
             self._link.value = str(file_link("metrics.csv", "metrics.csv", data, "text/csv"))
         # All at once: the choices alone would come before the charts.
         self.box.remove_class("na-hidden")
-
-    def _points(self, name: str, curve: Curve) -> Sequence[Point]:
-        within = _between(curve.points(), self._steps_read)
-        return max(within, self._detail.get(name, []), key=len)
 
     def _read(self, steps: tuple[float, float] | None) -> dict[str, list[Point]]:
         """Return the values of a range of steps by metric; nothing if the range is not over yet."""

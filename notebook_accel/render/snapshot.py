@@ -451,12 +451,10 @@ def render_displays(state: RunState) -> Markup:
             break
         shown.insert(0, html)
     lines = [f"rank {rank.rank}"] if state.world_size > 1 and rank.displays else []
-    num_hidden = rank.num_displays - rank.num_cleared - len(shown)
-    if num_hidden:
-        lines.append(f"{num_hidden:,} more not shown here")
-    if len(shown) < len(rank.displays):
+    if num_hidden := rank.num_displays - rank.num_cleared - len(shown):
         show = f"{run_list.expression(state.run)}.show({rank.rank})"
-        lines[-1] += f": {show} shows the newest {len(rank.displays)}"
+        newest = f"{show} shows the newest {len(rank.displays)}"
+        lines.append(f"{num_hidden:,} more not shown here: {newest}")
     return join([*(element("div", line, style=LABEL_STYLE) for line in lines), *shown])
 
 
