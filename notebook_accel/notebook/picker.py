@@ -189,10 +189,8 @@ def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
     made = f"LaunchConfig(\n{settings})" if settings else "LaunchConfig()"
     call = _parse(arguments)
     args = f"args={ast.unparse(ast.Tuple(call.args, ast.Load()))}, " if call.args else ""
-    # ``**more`` has no name of its own, as in a dictionary.
-    named = [None if each.arg is None else ast.Constant(each.arg) for each in call.keywords]
-    kwargs = ast.Dict([*named], [each.value for each in call.keywords])
-    args += f"kwargs={ast.unparse(kwargs)}, " if named else ""
+    named = ast.Call(ast.Name("dict"), [], call.keywords)
+    args += f"kwargs={ast.unparse(named)}, " if call.keywords else ""
     return (
         "from notebook_accel import LaunchConfig, notebook_launcher\n\n"
         f"config = {made}\nrun = notebook_launcher({function or 'train'}, {args}config=config)"

@@ -703,13 +703,13 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
 
     form.get_by_label("Function", exact=True).select_option(label="train")
     form.get_by_label("Arguments", exact=True).fill("0.5, epochs=3")
-    wait_for(form, "notebook_launcher(train, args=(0.5,), kwargs={'epochs': 3}")
+    wait_for(form, "notebook_launcher(train, args=(0.5,), kwargs=dict(epochs=3)")
     # The code is copied by a click, and on a narrow page its lines are scrolled, never wrapped.
     page = notebook.page
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     form.get_by_role("button", name="Copy").locator("visible=true").click()
     copied = str(page.evaluate("navigator.clipboard.readText()"))
-    assert "\nrun = notebook_launcher(train, args=(0.5,), kwargs={'epochs': 3}, config" in copied
+    assert "\nrun = notebook_launcher(train, args=(0.5,), kwargs=dict(epochs=3), config" in copied
     notebook.hide_sidebar()
     page.set_viewport_size({"width": 400, "height": 1000})
     page.wait_for_function(CODE_SCROLLS, timeout=10_000)
