@@ -127,8 +127,7 @@ class MetricsView:
         about = element("div", f"pale: {label}", class_="na-original")
         # The last page is as high as the others.
         places = _PAGE_SIZE if len(group) > _PAGE_SIZE else 0
-        how: Any = {"num_charts": len(shown), "num_places": places, "is_log": is_log}
-        drawn = draw_metrics(metrics, points=lines, is_live=True, **how)
+        drawn = draw_metrics(metrics, points=lines, num_places=places, is_live=True, is_log=is_log)
         self._charts.value = str(join([about, drawn]) if is_there else drawn)
         if is_csv_asked:
             self._csv_asked.clear()

@@ -210,11 +210,12 @@ def draw_metrics(
     Args:
         points: what is drawn of each metric, by what it is called; None for the curves.
         num_places: the least number of places of live charts, so that all pages are equally high.
-        is_live: a style sheet, ``charts.css``, says how they are drawn.
+        is_live: a style sheet, ``charts.css``, says how they are drawn, and all are one message.
         how: as for :func:`chart`.
     """
+    how |= {"is_live": is_live, "num_charts": max(1, len(metrics)) if is_live else 1}
     parts = [
-        _plot(name, curves, None if points is None else points[name], is_live=is_live, **how)
+        _plot(name, curves, None if points is None else points[name], **how)
         for name, curves in metrics.items()
     ]
     if is_live:

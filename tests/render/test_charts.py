@@ -97,14 +97,8 @@ def falling(steps: int = 300) -> Curve:
 
 
 def render_charts(shown: dict[str, Curve], **how: Any) -> str:
-    return str(
-        draw_metrics(
-            {name: {"": curve} for name, curve in shown.items()},
-            is_live=True,
-            num_charts=len(shown),
-            **how,
-        )
-    )
+    metrics = {name: {"": curve} for name, curve in shown.items()}
+    return str(draw_metrics(metrics, is_live=True, **how))
 
 
 def heights(markup: str) -> list[list[float]]:
