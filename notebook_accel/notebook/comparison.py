@@ -179,7 +179,7 @@ def original_of(run: Run) -> tuple[str, dict[str, Curve]]:
     return label, curves_of(found)
 
 
-def snapshot_of(run: Run, state: RunState, **how: Any) -> snapshot.Snapshot:
+def snapshot_of(run: Run, state: RunState, **how: Any) -> dict[str, str]:
     """Return the summary of a run, with the curves of its original."""
     curves = curves_of(run, in_detail=True)
     return snapshot.render_snapshot(state, curves, original=original_of(run), **how)

@@ -87,7 +87,7 @@ class OnDemand(View):
     def reopen(self, run: Run) -> None:
         state = run.state
         summary = snapshot_of(run, state, now=state.now(), asked_stacks=self.asked_stacks)
-        DisplaySlot().show(summary.bundle)
+        DisplaySlot().show(summary)
         RankDisplays().show_new(state)
 
     def show_displays(self, run: Run, rank: int) -> None:

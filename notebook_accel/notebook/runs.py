@@ -20,7 +20,6 @@ from notebook_accel.launch.control.curves import mode_of, plot_together
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
-from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.clicks import find_kernel
@@ -43,6 +42,7 @@ _MAX_SHOWN = 34
 _MAX_TRIALS = 200
 _CELL = "white-space:nowrap;text-align:left"
 _CUT = "max-width:220px;overflow:hidden;text-overflow:ellipsis"
+_view_of_past = partial(choose_view, "text")
 
 
 class RunTable(list[T]):
@@ -335,10 +335,6 @@ def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:
         return None if run.status == "failed" else best_of(curves[run.id].get(metric), mode)
 
     return best_first(found, value_of, mode)
-
-
-def _view_of_past() -> View:
-    return choose_view("text")
 
 
 def compare(

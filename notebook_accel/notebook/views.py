@@ -91,12 +91,12 @@ class Dashboard(OnDemand):
         with self._lock:
             self._slow_launch = text.partition(":")[0]
             if self.panel is None:  # which shows it among the notices
-                self._slot.show(render_line(text).bundle)
+                self._slot.show(render_line(text))
 
     def launch_failed(self) -> None:
         self._clicks.stop_pumping()
         if self._slow_launch:
-            self._slot.show(render_line(f"{self._slow_launch}: not started").bundle)
+            self._slot.show(render_line(f"{self._slow_launch}: not started"))
 
     def open(self, run: Run) -> None:
         self._run = run
@@ -113,7 +113,7 @@ class Dashboard(OnDemand):
         state = self._run.state
         # What says "starting" already stays until the panel comes: another line is a jump.
         if not self._slow_launch:
-            self._slot.show(render_slim(state, now=state.now()).bundle)
+            self._slot.show(render_slim(state, now=state.now()))
         start_thread(self._keep_drawing, name="notebook-accel-panel")
 
     def update(self, state: RunState) -> None:
@@ -146,15 +146,15 @@ class Dashboard(OnDemand):
             if self.panel is not None:
                 self.asked_stacks = self.panel.asked_stacks
             elif self._is_cell:
-                self._slot.show(render_slim(state).bundle, is_to_place=False)
+                self._slot.show(render_slim(state), is_to_place=False)
                 return
             summary = snapshot_of(
                 self._run, state, with_displays=not self._waits, asked_stacks=self.asked_stacks
             )
             if self.panel is None:
-                self._slot.show(summary.bundle)
+                self._slot.show(summary)
             else:
-                self.panel.finish(summary.bundle)
+                self.panel.finish(summary)
 
     def give_up(self) -> None:
         """Show the run no longer, and leave the slot to another one."""
@@ -246,7 +246,7 @@ class Transcript(OnDemand, PlainView):
 
     def close(self, state: RunState) -> None:
         if self._run is not None and not self._waits:
-            self._slot.show(snapshot_of(self._run, state, with_displays=True).bundle)
+            self._slot.show(snapshot_of(self._run, state, with_displays=True))
 
     def poll(self) -> None:
         super().poll()
@@ -265,7 +265,7 @@ class Transcript(OnDemand, PlainView):
         else:
             snapshot = snapshot_of(run, run.state, with_output=False)
         self._displays.show_new(run.state)
-        self._slot.show(snapshot.bundle)
+        self._slot.show(snapshot)
 
 
 # ---- The view of a run where pages draw nothing between cells (Colab).
@@ -293,7 +293,7 @@ class CellDashboard(Dashboard):
             else f"{name}: runs in the background. {typed}.wait() in a cell shows it live, "
             ".show() how it stands then"
         )
-        self._slot.show(render_line(text).bundle)
+        self._slot.show(render_line(text))
 
     def draw(self) -> None:
         self._place_in_cell()

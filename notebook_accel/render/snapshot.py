@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from markupsafe import Markup
@@ -97,31 +96,24 @@ _Before: TypeAlias = tuple[str, Mapping[str, Curve]]
 NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A summary as HTML and text; ``displays`` is a rank's own HTML, shown below, or ""."""
-
-    html: Markup
-    text: str
-    displays: str = ""
-
-    @property
-    def bundle(self) -> dict[str, str]:
-        # Without a line break: one that is followed by another would end the HTML where a
-        # notebook is converted to Markdown. In what the person made, a script may need it.
-        html = str(self.html).replace("\n", "&#10;")
-        return {"text/html": html + self.displays, "text/plain": self.text}
+def _bundle(html: Markup, text: str, displays: str = "") -> dict[str, str]:
+    """Return a summary as a MIME bundle; ``displays`` is a rank's own HTML, shown below."""
+    # Without a line break: one that is followed by another would end the HTML where a notebook is
+    # converted to Markdown. In what the person made, a script may need it.
+    return {"text/html": str(html).replace("\n", "&#10;") + displays, "text/plain": text}
 
 
-def render_line(text: str) -> Snapshot:
+def render_line(text: str) -> dict[str, str]:
     """Return one text in the summary's frame, for a run that has not begun."""
     # A command for another machine stands in a line of its own, and wraps rather than be cut.
     style = f"{MUTED};white-space:pre-wrap;overflow-wrap:anywhere"
     line = element("span", text, style=style)
-    return Snapshot(element("div", line, class_=NO_MATHS, style=_FRAME), text)
+    return _bundle(element("div", line, class_=NO_MATHS, style=_FRAME), text)
 
 
-def render_slim(state: RunState, *, now: float | None = None, with_output: bool = True) -> Snapshot:
+def render_slim(
+    state: RunState, *, now: float | None = None, with_output: bool = True
+) -> dict[str, str]:
     """Return one line and the output below it, for cells too short for a table of ranks.
 
     ``now`` is wall time, None for a run that has ended; no output where it is printed already.
@@ -142,7 +134,7 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
         parts.insert(-1, _output(state, _PLAIN_TEXT, MAX_BYTES - message_bytes(join(parts))))
     # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
     html = element("div", *parts, class_=NO_MATHS, style="padding:0 7px")
-    return Snapshot(html, "\n".join(text))
+    return _bundle(html, "\n".join(text))
 
 
 def render_snapshot(
@@ -154,7 +146,7 @@ def render_snapshot(
     with_displays: bool = False,
     asked_stacks: panel.AskedStacks | None = None,
     original: _Before = ("", {}),
-) -> Snapshot:
+) -> dict[str, str]:
     """Return the summary of a run: ranks, notices, errors, metrics, output.
 
     Args:
@@ -196,7 +188,7 @@ def render_snapshot(
     lines += _output_text(state) if with_output else []
     if state.error:
         lines.append(_end(plain_text(state.error), 4000))
-    return Snapshot(html, "\n".join(lines), displays)
+    return _bundle(html, "\n".join(lines), displays)
 
 
 # ---- title, ranks, notices and failure -----------------------------------------------------

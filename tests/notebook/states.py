@@ -55,3 +55,8 @@ def metrics(names: Iterable[str], *, steps: int = 100) -> dict[str, Curve]:
         for step in range(steps):
             curve.add(step, math.exp(-step / 30))
     return curves
+
+
+def html_of(bundle: dict[str, str]) -> str:
+    """The HTML of a summary, with the line breaks that it does without."""
+    return bundle["text/html"].replace("&#10;", "\n")

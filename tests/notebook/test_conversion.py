@@ -16,8 +16,8 @@ from nbconvert.preprocessors.sanitize import SanitizeHTML
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from notebook_accel import wire
-from notebook_accel.render.snapshot import Snapshot, render_line, render_slim, render_snapshot
-from tests.notebook.states import after, logged, metrics, running, with_failed
+from notebook_accel.render.snapshot import render_line, render_slim, render_snapshot
+from tests.notebook.states import after, html_of, logged, metrics, running, with_failed
 from tests.render.test_markup import Tags
 
 # Mathematics, an empty line, Markdown and HTML that must stay text.
@@ -41,7 +41,7 @@ def nasty(place: str) -> str:
     return NASTY.format(f"end of {place}")
 
 
-def failed() -> Snapshot:
+def failed() -> dict[str, str]:
     """Nasty text in each place that has text of the user's."""
     state = after(
         running(2, name=nasty("name")),
@@ -55,7 +55,7 @@ def failed() -> Snapshot:
     return render_snapshot(with_failed(state, [1], error=error), metrics([nasty("curve")]))
 
 
-def of_a_cell() -> Snapshot:
+def of_a_cell() -> dict[str, str]:
     state = after(running(1, name="In[3]"), wire.Output(rank=0, text=nasty("output") + "\n"))
     return render_slim(replace(state, notices=(nasty("notice"),)))
 
@@ -63,8 +63,8 @@ def of_a_cell() -> Snapshot:
 SNAPSHOTS = {"summary": failed, "cell": of_a_cell, "line": lambda: render_line(nasty("line"))}
 
 
-def converted(snapshot: Snapshot, exporter: HTMLExporter | MarkdownExporter) -> str:
-    output = new_output("display_data", data=snapshot.bundle)
+def converted(snapshot: dict[str, str], exporter: HTMLExporter | MarkdownExporter) -> str:
+    output = new_output("display_data", data=snapshot)
     notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
     nbformat.validate(notebook)
     return str(exporter.from_notebook_node(notebook)[0])
@@ -94,13 +94,13 @@ def test_what_github_keeps_of_a_summary_says_it_all() -> None:
     error = "rank 1 failed: ValueError: bad\n\nCell In[3], line 7"
     curves = metrics([f"metric-{number}" for number in range(9)])
     snapshot = render_snapshot(with_failed(state, [1], error=error), curves)
-    output = new_output("display_data", data=snapshot.bundle)
+    output = new_output("display_data", data=snapshot)
     notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
     # What it does not keep it would show as text here, tags and all.
     sanitiser = SanitizeHTML(tags=GITHUB_TAGS, attributes=GITHUB_ATTRIBUTES, styles=[])
     kept = sanitiser.preprocess(notebook, {})[0].cells[0].outputs[0].data["text/html"]
     page = Tags(kept)
-    assert sorted(page.tags) == sorted(Tags(snapshot.html).tags)
+    assert sorted(page.tags) == sorted(Tags(html_of(snapshot)).tags)
     assert {name for name, _ in page.attributes} <= {"alt", "height", "title", "width"}
     for words in (
         "✗ failed",

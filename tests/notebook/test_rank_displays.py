@@ -18,7 +18,7 @@ from notebook_accel.render.snapshot import (
     render_slim,
     render_snapshot,
 )
-from tests.notebook.states import after, running, succeeded
+from tests.notebook.states import after, html_of, running, succeeded
 from tests.notebook.test_dashboard import Page
 from tests.render.test_markup import HOSTILE, Tags
 
@@ -81,13 +81,13 @@ def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
     line = "what ranks 2-3 displayed: import notebook_accel; notebook_accel.find_run('id').show(2)"
     assert other_displays(state) == line
     for made in (render_snapshot(state), render_slim(state)):
-        assert Tags(made.html).text.endswith(line)
+        assert Tags(html_of(made)).text.endswith(line)
 
 
 def test_the_summary_has_them_below_as_the_person_made_them() -> None:
     state = displaying(SCRIPT)
-    assert SCRIPT in render_snapshot(state, with_displays=True).bundle["text/html"]
-    assert SCRIPT not in render_snapshot(state).bundle["text/html"]
+    assert SCRIPT in render_snapshot(state, with_displays=True)["text/html"]
+    assert SCRIPT not in render_snapshot(state)["text/html"]
 
 
 def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(

@@ -12,7 +12,7 @@ from notebook_accel.launch.control.run_state import RESCUED, Failure, Hang, RunS
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.snapshot import MAX_BYTES, render_slim, render_snapshot
-from tests.notebook.states import after, logged, metrics, running, succeeded, with_failed
+from tests.notebook.states import after, html_of, logged, metrics, running, succeeded, with_failed
 from tests.render.test_markup import HOSTILE, Tags
 
 ERROR = "rank 1 failed: ValueError: bad\n\nTraceback (most recent call last):\n  Cell In[3], line 7"
@@ -50,7 +50,7 @@ def full() -> RunState:
 
 def test_it_holds_ranks_metrics_output_and_traceback() -> None:
     snapshot = render_snapshot(full(), metrics(["loss"]))
-    page = Tags(snapshot.html)
+    page = Tags(html_of(snapshot))
     for words in (
         "train",
         "✗ failed",
@@ -75,30 +75,30 @@ def test_it_holds_ranks_metrics_output_and_traceback() -> None:
         "output of rank 1:\nlast of one\noutput of rank 0:\nfirst\nlast of zero\n",
         ERROR,
     ):
-        assert words in snapshot.text
+        assert words in snapshot["text/plain"]
     # Where it is printed beside the summary, once is enough.
     beside = render_snapshot(full(), with_output=False)
-    assert "last of zero" not in beside.text + beside.html
+    assert "last of zero" not in beside["text/plain"] + html_of(beside)
 
 
 def test_as_text_the_last_lines_of_output_are_there_equal_ones_once() -> None:
     same = [wire.Output(rank=rank, text="\x1b[31mhello\x1b[0m\n") for rank in (0, 1)]
     long = wire.Output(rank=2, text="".join(f"line {n}\n" for n in range(500)), skipped=1000)
-    text = render_snapshot(after(running(3), *same, long)).text
+    text = render_snapshot(after(running(3), *same, long))["text/plain"]
     last = "\n".join(f"line {n}" for n in range(490, 500))
     end = f"output of ranks 0-1:\nhello\noutput of rank 2, the last lines of 1,500:\n{last}"
     assert text.endswith(end)
     alone = after(running(1), wire.Output(rank=0, text="hello\n"))
-    assert render_snapshot(alone).text.endswith("\noutput:\nhello")
+    assert render_snapshot(alone)["text/plain"].endswith("\noutput:\nhello")
     many = [wire.Output(rank=rank, text=f"{rank} {'x' * 400}\n" * 5) for rank in range(8)]
-    text = render_snapshot(after(running(8), *many)).text
+    text = render_snapshot(after(running(8), *many))["text/plain"]
     assert text.endswith("\nmore output: run.logs()")
     assert len(text) < 8_000
 
 
 def test_a_colour_goes_on_in_the_next_line_until_it_is_ended() -> None:
     printed = wire.Output(rank=0, text="plain\n\x1b[31mred\nstill red\x1b[0m\n")
-    html = str(render_snapshot(after(running(1), printed)).html)
+    html = str(html_of(render_snapshot(after(running(1), printed))))
     assert "plain\n<span style='color:#cf4f57'>red\nstill red</span></pre>" in html
 
 
@@ -106,20 +106,20 @@ def test_the_value_beside_a_chart_is_the_newest_though_its_step_had_a_higher_one
     curve = Curve()
     for step, value in ((8, 1.5), (9, 4.91), (9, 0.91)):
         curve.add(step, value)
-    html = str(render_snapshot(running(2), {"loss": curve}).html)
+    html = str(html_of(render_snapshot(running(2), {"loss": curve})))
     assert "0.91" in html
     assert "4.91" not in re.sub(r"base64,[^\"']*", "", html)
 
 
 def test_the_chart_of_a_knob_comes_last_though_it_was_logged_first() -> None:
-    page = Tags(render_snapshot(running(2), metrics(["knob/lr", "loss"])).html)
+    page = Tags(html_of(render_snapshot(running(2), metrics(["knob/lr", "loss"]))))
     alts = [value.partition(":")[0] for name, value in page.attributes if name == "alt" and value]
     assert alts == ["loss", "knob/lr"]
 
 
 @pytest.mark.parametrize("state", [full(), succeeded(running(128)), running(1, name=HOSTILE)])
 def test_it_uses_only_what_a_sanitiser_keeps(state: RunState) -> None:
-    markup = render_snapshot(state, metrics(["loss", HOSTILE])).html
+    markup = html_of(render_snapshot(state, metrics(["loss", HOSTILE])))
     page = Tags(markup)
     assert set(page.tags) <= KEPT_TAGS
     assert {name for name, _ in page.attributes} <= KEPT_ATTRIBUTES
@@ -130,7 +130,7 @@ def test_it_uses_only_what_a_sanitiser_keeps(state: RunState) -> None:
 
 def test_text_has_no_colour_of_its_own_but_where_it_means_something() -> None:
     """Text takes the page's colour, light or dark; the rest is in mid tones."""
-    page = Tags(render_snapshot(full(), metrics(["loss"])).html)
+    page = Tags(html_of(render_snapshot(full(), metrics(["loss"]))))
     styles = " ".join(value or "" for name, value in page.attributes if name == "style")
     for colour in re.findall(r"#[0-9a-f]{6}", styles):
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -140,7 +140,7 @@ def test_text_has_no_colour_of_its_own_but_where_it_means_something() -> None:
 def test_good_news_has_no_sign_of_a_warning() -> None:
     kept = wire.Notice(text=f"{RESCUED}find_run('x').rescued")
     text = Tags(
-        render_snapshot(after(running(1), kept, wire.Notice(text="a disk is full"))).html
+        html_of(render_snapshot(after(running(1), kept, wire.Notice(text="a disk is full"))))
     ).text
     assert f"✓ {kept.text}" in text
     assert "⚠ a disk is full" in text
@@ -148,11 +148,11 @@ def test_good_news_has_no_sign_of_a_warning() -> None:
 
 def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
     state = after(running(1), wire.Output(rank=0, text="one\ntwo\n"))
-    page = Tags(render_snapshot(state).html)
+    page = Tags(html_of(render_snapshot(state)))
     assert "details" not in page.tags
     assert "one\ntwo" in page.text
     state = after(running(1), wire.Output(rank=0, text="x\n" * 149 + "end\n", skipped=1000))
-    page = Tags(render_snapshot(state).html)
+    page = Tags(html_of(render_snapshot(state)))
     assert page.tags.count("details") == 1
     # It must be true of the fold while it is closed, and of the open one.
     assert "last 10 of 1,150 lines of output, 140 earlier ones in this fold" in page.text
@@ -162,7 +162,7 @@ def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
 def test_ranks_that_printed_the_same_share_a_block() -> None:
     same = [wire.Output(rank=rank, text="hello\n") for rank in (0, 1, 3)]
     state = after(running(4), *same, wire.Output(rank=2, text="other\n"))
-    page = Tags(render_snapshot(state).html)
+    page = Tags(html_of(render_snapshot(state)))
     assert page.text.count("hello") == 1
     assert "ranks 0-1 and 3hello" in page.text
     assert "rank 2other" in page.text
@@ -171,7 +171,7 @@ def test_ranks_that_printed_the_same_share_a_block() -> None:
 
 def test_the_output_of_a_rank_that_failed_comes_first_and_is_open() -> None:
     printed = [wire.Output(rank=rank, text=f"of {rank}\n" * 30) for rank in range(8)]
-    page = render_snapshot(with_failed(after(running(8), *printed), [5], error="bad")).html
+    page = html_of(render_snapshot(with_failed(after(running(8), *printed), [5], error="bad")))
     # The last lines of one rank stay open; all other lines are in folds.
     unfolded = Tags(re.sub("<details.*?</details>", "", page, flags=re.DOTALL)).text
     assert unfolded.count("of 5") == 10
@@ -196,7 +196,7 @@ def test_what_the_error_does_not_show_of_another_rank_stays_in_its_output() -> N
         state = after(state, said, raised)
     verdict = judge(state, is_stopped=False, lost=(), log_dir="logs")
     state = replace(state, status=verdict.status, ended=1042.0, failure=verdict.failure)
-    for shown in (Tags(render_snapshot(state).html).text, render_snapshot(state).text):
+    for shown in (Tags(html_of(render_snapshot(state))).text, render_snapshot(state)["text/plain"]):
         assert shown.count("in rank 0") == shown.count("in rank 2") == 1
         assert "The backend says:\nRuntimeError: peer closed" in shown
         assert "in rank 1" not in shown
@@ -210,7 +210,7 @@ def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
     state = after(running(1), wire.Output(rank=0, text=f"before\n{text}"), raised)
     failure = Failure(message=f"rank 0 failed: ValueError: bad\n\n{text}")
     state = replace(state, failure=failure, status="failed")
-    page = Tags(render_snapshot(state).html)
+    page = Tags(html_of(render_snapshot(state)))
     assert page.text.count("Cell In[3], line 7") == 1
     assert "before" in page.text
 
@@ -230,7 +230,7 @@ def test_a_traceback_whose_frames_of_libraries_are_folded_is_shown_once() -> Non
         state = after(state, said, raised)
     verdict = judge(state, is_stopped=False, lost=(), log_dir="logs")
     state = replace(state, status=verdict.status, ended=1042.0, failure=verdict.failure)
-    for shown in (Tags(render_snapshot(state).html).text, render_snapshot(state).text):
+    for shown in (Tags(html_of(render_snapshot(state))).text, render_snapshot(state)["text/plain"]):
         assert shown.count("Cell In[3]") == shown.count("3 frames of lib") == 1
         assert "a.py" not in shown
         assert "epoch 1: " in shown
@@ -238,7 +238,7 @@ def test_a_traceback_whose_frames_of_libraries_are_folded_is_shown_once() -> Non
 
 def test_of_many_ranks_the_folds_are_in_one() -> None:
     lines = [wire.Output(rank=rank, text=f"line of {rank}\n" * 5) for rank in range(64)]
-    html = render_snapshot(after(running(64), *lines)).html
+    html = html_of(render_snapshot(after(running(64), *lines)))
     # Sixty lines of output stay open: those of twelve ranks.
     start, end = html.index("<details>"), html.rindex("</details>")
     folded, page = Tags(html[start:end]), Tags(html[:start] + html[end:])
@@ -253,14 +253,14 @@ def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
         is_certain=True, text="it hangs", since=1000.0, operations={}, elsewhere={}, stacks=stacks
     )
     state = replace(succeeded(running(10)), hang=hang)
-    html = render_snapshot(state).html
+    html = html_of(render_snapshot(state))
     folded = Tags(re.findall("<details>.*?</details>", html, flags=re.DOTALL)[0])
     assert folded.text.startswith("stacks of the ranksrank 0stack of 0: <<")
     assert folded.tags.count("pre") == 8
     assert folded.text.endswith("… and 2 more")
     assert message_bytes(html) < 30_000
     asked = "stacks after 0:12", (((0,), "it waits"), ((1,), "it computes"))
-    html = render_snapshot(state, asked_stacks=asked).html
+    html = html_of(render_snapshot(state, asked_stacks=asked))
     titles = re.findall("<summary>(.*?)</summary>", html)
     assert titles == ["stacks of the ranks", "stacks after 0:12"]
     assert "it computes" in html
@@ -268,29 +268,29 @@ def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
 
 def test_no_metric_vanishes_without_a_word() -> None:
     names = [f"metric-{number}" for number in range(30)]
-    page = Tags(render_snapshot(running(1), metrics(names)).html)
+    page = Tags(html_of(render_snapshot(running(1), metrics(names))))
     assert [name for name in names if name not in page.text] == []
     names = [f"metric-{number}" for number in range(100)]
-    page = Tags(render_snapshot(running(1), metrics(names, steps=2)).html)
+    page = Tags(html_of(render_snapshot(running(1), metrics(names, steps=2))))
     assert "… and 34 more in run.metrics" in page.text
 
 
 def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
     state = after(running(2, name="In[3]"), wire.Output(rank=0, text="hello\n"))
     snapshot = render_slim(succeeded(state))
-    page = Tags(snapshot.html)
+    page = Tags(html_of(snapshot))
     assert "table" not in page.tags
     assert page.text == "In[3] ✓ succeeded 2 ranks, 42.0 srank 0hello"
-    assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s\noutput of rank 0:\nhello"
+    assert snapshot["text/plain"] == "In[3]: succeeded, 2 ranks, 42.0 s\noutput of rank 0:\nhello"
 
 
 def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics() -> None:
     values = [logged(0, {"loss": 0.5, "accuracy": 0.75}), logged(0, {"loss": 0.31})]
     snapshot = render_slim(succeeded(after(running(2, name="In[3]"), *values)))
-    assert Tags(snapshot.html).text.endswith("42.0 s · loss 0.31, accuracy 0.75")
-    assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s, loss 0.31, accuracy 0.75"
+    assert Tags(html_of(snapshot)).text.endswith("42.0 s · loss 0.31, accuracy 0.75")
+    assert snapshot["text/plain"] == "In[3]: succeeded, 2 ranks, 42.0 s, loss 0.31, accuracy 0.75"
     many = logged(0, {f"m{number}": 1.0 for number in range(9)})
-    text = render_slim(after(running(1), many)).text
+    text = render_slim(after(running(1), many))["text/plain"]
     assert text.endswith("m3 1, and 5 more in run.metrics")
 
 
@@ -314,11 +314,11 @@ def hostile() -> RunState:
 def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:
     state, curves = hostile(), metrics(HOSTILE_NAMES, steps=2)
     for snapshot in (render_snapshot(state, curves), render_slim(state)):
-        assert message_bytes(snapshot.html) <= MAX_BYTES
-        assert len(snapshot.text) <= 20_000
-        for text in (snapshot.html, snapshot.text):
+        assert message_bytes(html_of(snapshot)) <= MAX_BYTES
+        assert len(snapshot["text/plain"]) <= 20_000
+        for text in (html_of(snapshot), snapshot["text/plain"]):
             assert not re.search("[\x00\x1b\x9b\u202e]", text)
-        assert "\nFAKE" not in snapshot.text
+        assert "\nFAKE" not in snapshot["text/plain"]
 
 
 def test_metrics_that_are_not_finite_keep_their_chart_and_say_so() -> None:
@@ -328,7 +328,7 @@ def test_metrics_that_are_not_finite_keep_their_chart_and_say_so() -> None:
         curves["loss"].add(step, math.nan if step > 40 else value)
         curves["bad"].add(step, math.nan)
         curves["some"].add(step, math.inf if step in (3, 50) else value)
-    page = Tags(render_snapshot(running(1), curves).html)
+    page = Tags(html_of(render_snapshot(running(1), curves)))
     assert page.tags.count("img") == 6
     assert "not finite since step 41" in page.text
     assert "not finite since step 0" in page.text
