@@ -255,7 +255,8 @@ def _plot(
     if len(curves) > 1 and not colours and ORIGINAL not in curves:
         about = f"in colour: {next(iter(curves))}"
         parts.append(element("div", about, style="opacity:.65;font-size:11px"))
-    if max(map(len, points.values())) > 1:
+    # Of a range of steps there may be no value.
+    if own and max(map(len, points.values())) > 1:
         first, step = wording.number(own[0][1]), wording.count(own[-1][0])
         alt = f"{name_of(name)}: {first} → {last} at step {step}"
         marks = curve.marks

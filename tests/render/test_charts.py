@@ -191,6 +191,13 @@ def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
     return str(view.box.children[-1].value)
 
 
+def test_a_range_of_steps_without_values_has_no_chart() -> None:
+    view = MetricsView(PanelWidgets(), find_original=lambda: ("old", {"loss": falling()}))
+    field(view.box, "Steps").value = "200 to 250"
+    view.draw(live(100, loss=lambda step: 1 / (step + 1)), now=0.0)
+    assert Tags(view.box.children[-1].value).text == "pale: oldloss\xa0 0.01"
+
+
 @pytest.mark.parametrize("steps", [221, 1_250, 20_000])
 def test_metrics_of_one_call_cover_one_range(steps: int) -> None:
     markup = drawn(live(steps, loss=lambda s: 1 / (s + 1) + s % 7, epoch=lambda s: s * 4 // steps))
