@@ -83,10 +83,8 @@ class Controls:
         trains = state.status == "running"
         self._save.description = "Saving" if is_saving else "Save now"
         self._save.disabled = is_saving or not trains
-        if is_pausing:
-            self._pause.description = "Going on" if is_paused else "Pausing"
-        else:
-            self._pause.description = "Go on" if is_paused else "Pause"
+        names = ("Pausing", "Going on") if is_pausing else ("Pause", "Go on")
+        self._pause.description = names[is_paused]
         self._pause.disabled = is_pausing or not (trains or is_paused)
         if call_of(self._run).can_act:
             self._draw_knobs(state)
@@ -114,14 +112,12 @@ class Controls:
 
     def _on_save(self) -> None:
         act = call_of(self._run).act
-        self._saving = self._ask("Save now", lambda: act(wire.Action(kind="save")))
+        self._saving = self._ask("Save now", partial(act, wire.Action(kind="save")))
 
     def _on_pause(self) -> None:
-        if self._run.status == "paused":
-            self._pausing = self._ask("Go on", call_of(self._run).go_on)
-        else:
-            act = call_of(self._run).act
-            self._pausing = self._ask("Pause", lambda: act(wire.Action(kind="pause")))
+        call, is_paused = call_of(self._run), self._run.status == "paused"
+        act = call.go_on if is_paused else partial(call.act, wire.Action(kind="pause"))
+        self._pausing = self._ask("Go on" if is_paused else "Pause", act)
 
     def _set(self, knob: wire.KnobMade, value: object) -> Future[None] | None:
         def act() -> Future[None]:
