@@ -187,7 +187,7 @@ def test_gpus_that_torch_does_not_use_are_named(
 
 def test_where_no_server_is_known_widgets_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_server_python", lambda: None)
-    (found,) = doctor._widgets(Machine(kind="cpu", devices=(), **HOST))
+    (found,) = doctor._widgets(Machine(found=Devices(kind="cpu"), **HOST))
     assert found.level == FINE
     assert "install jupyterlab_widgets where Jupyter itself runs" in found.found
 
@@ -219,7 +219,7 @@ def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
         file = tmp_path / "share/jupyter" / doctor._EXTENSION
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"version": of_page}))
-    (found,) = doctor._widgets(Machine(kind="cpu", devices=(), **HOST))
+    (found,) = doctor._widgets(Machine(found=Devices(kind="cpu"), **HOST))
     assert found.level == level
     assert said in f"{found.found} {found.remedy}"
     assert bool(found.remedy) == (level != FINE)
