@@ -198,7 +198,10 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path: Pa
         assert "✓ succeeded" in str(reply.outputs)
 
 
-def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs(notebook: Notebook) -> None:
+def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    notebook.run(f"folder = {str(tmp_path)!r}")
     notebook.run(
         """
         import torch
@@ -209,7 +212,7 @@ def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs(notebook: Notebo
             accelerator = Accelerator()
             knob = accelerator.knob("lr", 0.5)
             if accelerator.process_index == 1:
-                writer = SummaryWriter("logs")
+                writer = SummaryWriter(folder)
             for step in accelerator.prepare(torch.utils.data.DataLoader(range(40))):
                 if accelerator.process_index == 1:
                     writer.add_scalar("of the other", 3 - knob.value, int(step))
