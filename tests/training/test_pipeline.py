@@ -5,6 +5,7 @@ Tolerances are those of ``meshes``: micro-batches add up the same products in an
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,29 @@ def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
     load_model(model, tmp_path / "model" / "model.safetensors")
     torch.manual_seed(3)
     assert torch.equal(model.blocks[3].up.weight, Deep().blocks[3].up.weight)
+
+
+def save_an_earlier_state(folder: str) -> bool:
+    accelerator = accelerator_for(THREE)
+    torch.manual_seed(3)
+    plain = {name: value.half() for name, value in Deep().state_dict().items()}
+    model: Any = accelerator.prepare(Deep())
+    model.load_state_dict(plain)
+    best = copy.deepcopy(accelerator.unwrap_model(model).state_dict())
+    for name in best:
+        best[name] = best[name].half()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    # Nor does it matter which Accelerator saves it.
+    accelerator_for(THREE).save(best, f"{folder}/best.pt")
+    accelerator.wait_for_everyone()
+    loaded = torch.load(f"{folder}/best.pt", weights_only=True)
+    return all(torch.equal(loaded[name], value) for name, value in plain.items())
+
+
+def test_a_state_dict_is_saved_as_it_is(tmp_path: Path) -> None:
+    assert run_ranks(save_an_earlier_state, 2, str(tmp_path)) == [True, True]
 
 
 def overflow(bad_rank: int) -> tuple[bool, float]:

@@ -34,13 +34,13 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,8 @@ from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import find_batch_size, leaves, recursively_apply
-from notebook_accel.training.models import (
-    ReplacedForward,
-    joined_state_dict,
-    set_within,
-    weights_of,
-)
+from notebook_accel.training.files import memory_of
+from notebook_accel.training.models import ReplacedForward, set_within, weights_of
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.stepping.step_timer import step_timer
@@ -107,7 +103,6 @@ class PipelineParallel(MeshParallel):
         # Weights that no other stage has.
         self._own = WeakIdKeyDictionary()
         self._num_prepared = 0  # counted, since ranks may forget models at different times
-        self._models: WeakValueDictionary[int, Module] = WeakValueDictionary()
         # The names in each model's state dict before it was cut.
         self._state_names: WeakKeyDictionary[Module, list[str]] = WeakKeyDictionary()
 
@@ -160,9 +155,8 @@ class PipelineParallel(MeshParallel):
             if weight.requires_grad and weight in self._keys:
                 raise shared_weight(model, name)
         number = self._num_prepared = self._num_prepared + 1
-        self._models[number] = model
         self._state_names[model] = list(model.state_dict())
-        note = partial(_note_number, number)
+        note = _name_all(self._state_names[model])
         model.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
         keys = {name: (number, place) for place, name in enumerate(weights)}
         for name, weight in weights.items():
@@ -257,11 +251,8 @@ class PipelineParallel(MeshParallel):
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         if not full or model not in self._state_names:
             return super().state_dict(model, full=full, keeps=keeps)
-        own = joined_state_dict(
-            model, lambda _, value: recursively_apply(_whole_on_host, value), keeps=True
-        )
-        joined = self._join(own)
-        return {name: joined[name] for name in self._state_names[model]} if keeps else {}
+        whole: dict[str, Any] = self.make_whole(model.state_dict())
+        return whole if keeps else {}
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
         pipeline, found = pipeline_of(model), super().buffers_elsewhere(model)
@@ -272,11 +263,13 @@ class PipelineParallel(MeshParallel):
         return found | {name for name, _ in model.named_buffers() if not name.startswith(prefix)}
 
     def make_whole(self, values: Any) -> Any:
-        # What a user saves by hand: accelerator.save(model.state_dict(), file).
+        # What a user saves by hand: accelerator.save(model.state_dict(), file). Its own values
+        # count: it may be a copy of an earlier step, or of another type than the model.
         def join(state: Any) -> dict[str, Any]:
-            return self.state_dict(self._models[getattr(state, _NUMBER)], full=True)
+            joined = self._join(_whole_with_ties(state))
+            return {name: joined[name] for name in getattr(state, _NAMES)}
 
-        return recursively_apply(join, values, test_type=lambda value: hasattr(value, _NUMBER))
+        return recursively_apply(join, values, test_type=lambda value: hasattr(value, _NAMES))
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         found = optimizer.state_dict()
@@ -295,13 +288,34 @@ class PipelineParallel(MeshParallel):
         return {key: value for found in of_stages for key, value in found.items()}
 
 
-# An attribute of a cut model's state dict: the model's number, by which ``make_whole`` finds it.
-_NUMBER = "_notebook_accel_number"
+# An attribute of a cut model's state dict: the names of the whole one.
+_NAMES = "_notebook_accel_names"
 
 
-def _note_number(number: int, _: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    if not prefix:
-        setattr(state, _NUMBER, number)
+def _name_all(names: list[str]) -> Callable[..., None]:
+    """Return a hook that attaches the uncut model's names to a state dict, for ``make_whole``."""
+
+    def note(_: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        if not prefix:
+            setattr(state, _NAMES, names)
+
+    return note
+
+
+def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return full tensors on the CPU, one object for a tied weight.
+
+    All ranks of the stage call it.
+    """
+    seen: dict[Any, torch.Tensor] = {}
+    found = dict(state)
+    for name, value in state.items():
+        if torch.is_tensor(value) and value.numel():
+            key = memory_of(local_part(value))
+            if key not in seen:
+                seen[key] = _whole_on_host(value)
+            found[name] = seen[key]
+    return found
 
 
 def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
