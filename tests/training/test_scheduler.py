@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import lr_scheduler
 
 from notebook_accel import AcceleratedScheduler, Accelerator, GradientAccumulationPlugin
@@ -46,6 +47,15 @@ def test_it_moves_with_real_steps_alone() -> None:
     assert rates == [1.0, 0.5, 0.5, 0.25]
     assert scheduler._step_count == 3, "batches between do not count"
     assert scheduler.__notebook_accel_unwrap__() is scheduler.scheduler
+
+
+def test_its_state_is_asked_by_its_class() -> None:
+    """As a subclass does, and torch's distributed checkpoints, which look for both methods."""
+    _, _, scheduler = setup(halving)
+    state = AcceleratedScheduler.state_dict(scheduler)
+    AcceleratedScheduler.load_state_dict(scheduler, {**state, "last_epoch": 3})
+    assert scheduler.scheduler.last_epoch == 3
+    assert isinstance(scheduler, Stateful)
 
 
 def test_a_length_that_counts_steps_of_the_optimizer_can_be_told() -> None:

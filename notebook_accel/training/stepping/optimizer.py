@@ -516,6 +516,15 @@ class AcceleratedScheduler:
         """Return the current learning rates, one per parameter group."""
         return [float(rate) for rate in self.scheduler.get_last_lr()]
 
+    # In the class, where subclasses and torch's distributed checkpoints look for them.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped scheduler."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that :meth:`state_dict` returned into the wrapped scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not yet there: a copy is being made
             raise AttributeError(name)
