@@ -33,12 +33,12 @@ class MeshOptions:
         about="Ranks that divide each sequence; the loop trains inside "
         "``accelerator.maybe_context_parallel``. Weights are sharded over them, too"
     )
-    cp_backend: str | None = "torch"
-    """There is "torch" alone."""
+    cp_backend: str | None = None
+    """There is "torch" alone. Variable PARALLELISM_CONFIG_CP_BACKEND."""
     sp_size: int | None = None
     """Refused beyond 1: sequences are divided by ``cp_size``."""
-    sp_backend: str | None = "deepspeed"
-    """There is "deepspeed" alone."""
+    sp_backend: str | None = None
+    """There is "deepspeed" alone. Variable PARALLELISM_CONFIG_SP_BACKEND."""
     tp_handler: Any = None
     """A ``TorchTensorParallelConfig``."""
     cp_handler: Any = None

@@ -186,6 +186,16 @@ def test_names_of_dimensions_are_accelerates(given: dict[str, int]) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["cp_backend", "sp_backend"])
+def test_a_backend_of_a_variable_is_as_one_of_an_argument(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert getattr(ParallelismConfig(**{name: None}), name) == getattr(PeerConfig(), name)
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "ring")
+    with pytest.raises(ConfigError, match=f"PARALLELISM_CONFIG_{name.upper()}='ring': expected"):
+        ParallelismConfig()
+
+
 def test_modules_are_ignored_by_name() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert Plugin(ignored_modules="0").ignored_parts(model) == [model[0]]

@@ -99,7 +99,11 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     def _check_backends(self) -> None:
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            if (given := getattr(self, name) or known) != known:
+            if (given := getattr(self, name)) is None:
+                variable = f"PARALLELISM_CONFIG_{name.upper()}"
+                given = as_choice(variable, os.environ.get(variable, "").strip() or known, [known])
+                setattr(self, name, given)
+            if given != known:
                 raise ConfigError(f"ParallelismConfig({name}={given!r}): expected {known!r}")
         if isinstance(self.sp_size, int) and self.sp_size > 1:
             raise ConfigError(
