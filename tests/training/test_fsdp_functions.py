@@ -46,6 +46,7 @@ def save_and_load(folder: str) -> None:
         utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, f"{folder}/{kind}/a")
         utils.save_fsdp_model(plugin, accelerator, model, f"{folder}/{kind}/b", 1, use_dcp=False)
     accelerator.save_state(f"{folder}/whole")
+    accelerator.save_state(f"{folder}/not_safe", safe_serialization=False)
     after = train()
     for kind in KINDS:
         plugin.set_state_dict_type(kind)
@@ -60,6 +61,9 @@ def save_and_load(folder: str) -> None:
         assert are_close(train(), after)
     spoil()
     utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/whole")
+    assert weights_of(accelerator, model) == before
+    spoil()
+    utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/not_safe")
     assert weights_of(accelerator, model) == before
     spoil()
     plugin.set_state_dict_type(KINDS[0])

@@ -357,6 +357,9 @@ class Format:
         """Return the whole weights of model ``index``; None if the model has got its parts."""
         safe = folder / numbered("model", index, ".safetensors")
         plain = folder / numbered(self.stem, index, ".bin")
+        of_save_state = folder / numbered("pytorch_model", index, ".bin")
+        if of_save_state.exists() and not (plain.exists() or safe.exists()):
+            plain = of_save_state
         state: dict[str, Any]
         if plain.exists() and not (self.safe and safe.exists()):
             state = read_state(plain, on_host(self.options))
