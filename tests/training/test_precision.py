@@ -72,6 +72,9 @@ def test_an_unknown_precision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='half': expected one of"):
         Accelerator(cpu=True)
+    monkeypatch.setenv("NOTEBOOK_ACCEL_MIXED_PRECISION", "full")
+    with pytest.raises(ValueError, match="NOTEBOOK_ACCEL_MIXED_PRECISION='full': expected one of"):
+        Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

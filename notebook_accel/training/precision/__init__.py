@@ -435,6 +435,8 @@ def resolve_precision(asked: str | None) -> str:
         asked: the user's argument. None takes the variable ACCELERATE_MIXED_PRECISION; if that is
             unset, the precision is "no" (full precision).
     """
-    given = asked if asked is not None else environment.read("MIXED_PRECISION") or "no"
-    name = "mixed_precision" if asked is not None else "ACCELERATE_MIXED_PRECISION"
-    return as_choice(name, str(given).lower(), [*PRECISIONS])
+    name = "mixed_precision"
+    if asked is None:
+        name = environment.find("MIXED_PRECISION") or name
+        asked = environment.read("MIXED_PRECISION") or "no"
+    return as_choice(name, str(asked).lower(), [*PRECISIONS])

@@ -16,23 +16,24 @@ _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
 def read(name: str) -> str | None:
     """Return NOTEBOOK_ACCEL_``name``, else ACCELERATE_``name``; None if both are unset or empty."""
-    found = _find(name)
+    found = find(name)
     return None if found is None else os.environ[found].strip()
 
 
 def read_flag(name: str, default: bool = False) -> bool:
     """Return a setting as a bool, or the default if it is unset. ``name`` is as in :func:`read`."""
-    variable = _find(name)
+    variable = find(name)
     return default if variable is None else parse_flag(variable, os.environ[variable])
 
 
 def read_count(name: str) -> int | None:
     """Return a setting as a whole number; None if it is unset. ``name`` is as in :func:`read`."""
-    variable = _find(name)
+    variable = find(name)
     return None if variable is None else as_count(variable, value_of(os.environ[variable], int))
 
 
-def _find(name: str) -> str | None:
+def find(name: str) -> str | None:
+    """Return the variable that counts, which is set; None if both are unset or empty."""
     variables = (prefix + name for prefix in _PREFIXES)
     return next((variable for variable in variables if os.environ.get(variable, "").strip()), None)
 
