@@ -176,22 +176,21 @@ class PanelBox:
 class LivePanel:
     """The widgets that show one run while it goes on.
 
-    A click may come from another thread. ``below`` makes the view of a clone, in a slot of the
-    panel's box. ``log`` has the output and the picked rank;
+    A click may come from another thread. ``log`` has the output and the picked rank;
     ``asked_stacks`` is a title and (ranks, stack) pairs, None before a click.
     """
 
     def __init__(
         self,
         run: Run,
-        slot: display_slot.DisplaySlot,
+        *,
+        lasting: PanelBox,
         clicks: ClicksAfterTheCell,
-        below: Callable[[display_slot.DisplaySlot], Any],
+        below: Callable[[], Any],
     ) -> None:
         self._run = run
-        self._typed = f"{run_list.expression(run.id)}.show()"
-        self._lasting = PanelBox(slot)
-        self.box, self.send_again = self._lasting.box, self._lasting.send_again
+        self._lasting = lasting
+        self.box = lasting.box
         self._throughput = Throughput()
         self._stopping_since: float | None = None
         self._hang: Hang | None = None
@@ -223,7 +222,7 @@ class LivePanel:
         ]
         self._stop, self._kill = buttons[:2]
         self._controls = Controls(run, widgets)
-        find = partial(cloneable, run, lambda: below(self._lasting.place_below()))
+        find = partial(cloneable, run, below)
         # A trial of a sweep is cloned there, as one more trial.
         can_clone = run.state.trial is None and find() is not None
         forms = [CloneForm(widgets, find, self._controls.say)] if can_clone else []
@@ -236,7 +235,7 @@ class LivePanel:
         gone = element(
             "div",
             "The kernel of this run is gone. This shows what was kept: ",
-            copyable("code", self._typed),
+            copyable("code", f"{run_list.expression(run.id)}.show()"),
             class_="na",
         )
         # Stop comes first for the keyboard.
@@ -262,19 +261,10 @@ class LivePanel:
             self._alert,
         )
 
-    def show(self) -> None:
+    def show(self, text: str) -> None:
         self.box.add_class("na-panel")
         self.box.children = self._parts
-        self._lasting.show(
-            f"{self._run.state.name} (run {self._run.id}): a live panel, which only its kernel "
-            f"draws. {self._typed} draws it again; after a restart of the kernel it shows what was "
-            "kept."
-        )
-
-    def finish(self, bundle: Mapping[str, str]) -> None:
-        """Replace the panel by the summary."""
-        self._lasting.finish(bundle, self._typed)
-        self._widgets.close()
+        self._lasting.show(text)
 
     def read(self, state: RunState) -> None:
         """Take each state of the run, of which only some are drawn."""
@@ -343,7 +333,6 @@ class LivePanel:
 
     def close(self) -> None:
         self._widgets.close()
-        self._lasting.close()
 
     # ---- clicks ----------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from notebook_accel.notebook.rank_displays import OnDemand, RankDisplays
 from notebook_accel.render.snapshot import render_line, render_slim
 
 if TYPE_CHECKING:
-    from notebook_accel.notebook.live_panel import LivePanel
+    from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 
 # A page keeps up with 20 KB five times a second; 200 KB ten times a second came seconds late.
 _DRAW_SECONDS = 0.2
@@ -71,6 +71,8 @@ class Dashboard(OnDemand):
         self._slot = DisplaySlot() if slot is None else slot
         self._has_own_slot = slot is None
         self.panel: LivePanel | None = None
+        # What it fills, which may be shown before.
+        self._lasting: PanelBox | None = None
         self._lock = threading.RLock()
         self._is_drawing = False
         self._has_changed = False
@@ -84,8 +86,23 @@ class Dashboard(OnDemand):
     # ---- what the run calls ----------------------------------------------------------------
 
     def launch_is_slow(self, name: str, importing: str = "") -> None:
+        self._slow_launch = name
         what = f"importing {importing}" if importing else "starting"
-        self.waits_for_machines(f"{name}: {what}, which takes some seconds the first time")
+        text = f"{name}: {what}, which takes some seconds the first time"
+        # Before the page has the widget, which it may ask for at once.
+        self._clicks.pump()
+        # A page that is reloaded now asks for widgets alone.
+        is_new = self._lasting is None
+        self._lasting = self._lasting or self._box()
+        self._lasting.body.value = render_line(text)["text/html"]
+        if is_new:
+            self._lasting.show(text)
+
+    def _box(self) -> PanelBox:
+        # With the first panel: ipywidgets is a third of what the launcher's import would take.
+        from notebook_accel.notebook.live_panel import PanelBox
+
+        return PanelBox(self._slot)
 
     def waits_for_machines(self, text: str) -> None:
         with self._lock:
@@ -97,6 +114,8 @@ class Dashboard(OnDemand):
         self._clicks.stop_pumping()
         if self._slow_launch:
             self._slot.show(render_line(f"{self._slow_launch}: not started"))
+        if self._lasting is not None:
+            self._lasting.close()
 
     def open(self, run: Run) -> None:
         self._run = run
@@ -112,7 +131,7 @@ class Dashboard(OnDemand):
         self._is_drawing = True
         state = self._run.state
         # What says "starting" already stays until the panel comes: another line is a jump.
-        if not self._slow_launch:
+        if self._lasting is None:
             self._slot.show(render_slim(state, now=state.now()))
         start_thread(self._keep_drawing, name="notebook-accel-panel")
 
@@ -151,10 +170,13 @@ class Dashboard(OnDemand):
             summary = snapshot_of(
                 self._run, state, with_displays=not self._waits, asked_stacks=self.asked_stacks
             )
-            if self.panel is None:
+            if self._lasting is None:
                 self._slot.show(summary)
             else:
-                self.panel.finish(summary)
+                typed = f"{run_list.expression(self._run.id)}.show()"
+                self._lasting.finish(summary, typed)
+            if self.panel is not None:
+                self.panel.close()
 
     def give_up(self) -> None:
         """Show the run no longer, and leave the slot to another one."""
@@ -162,6 +184,9 @@ class Dashboard(OnDemand):
             self._has_ended, self._slot.is_live = True, False
             if self.panel is not None:
                 self.panel.close()
+            if self._lasting is not None:
+                self._lasting.close()
+                self._lasting = None
             self._slot.clear()
 
     def reopen(self, run: Run) -> None:
@@ -175,15 +200,23 @@ class Dashboard(OnDemand):
     # ---- drawing ---------------------------------------------------------------------------
 
     def _make_panel(self, run: Run) -> None:
-        # With the first panel: ipywidgets is a third of what the launcher's import would take.
         from notebook_accel.notebook.live_panel import LivePanel
 
-        clicks = self._clicks
-        below = lambda slot: Dashboard(type(clicks)(clicks.kernel), waits=False, slot=slot)  # noqa: E731
-        panel = LivePanel(run, self._slot, clicks, below)
+        self._lasting = self._lasting or self._box()
+        lasting, clicks = self._lasting, self._clicks
+
+        def below() -> View:
+            slot = lasting.place_below()
+            return Dashboard(type(clicks)(clicks.kernel), waits=False, slot=slot)
+
+        panel = LivePanel(run, lasting=lasting, clicks=clicks, below=below)
         panel.read(run.state)
         panel.draw(run.state)
-        panel.show()
+        panel.show(
+            f"{run.state.name} (run {run.id}): a live panel, which only its kernel draws. "
+            f"{run_list.expression(run.id)}.show() draws it again; after a restart of the kernel "
+            "it shows what was kept."
+        )
         self.panel = panel
 
     def _keep_drawing(self) -> None:
@@ -193,7 +226,7 @@ class Dashboard(OnDemand):
             time.sleep(_DRAW_SECONDS / 2)
             guarded.guard(self.draw)
         time.sleep(_AGAIN_SECONDS)
-        guarded.guard((self.panel or self._slot).send_again)
+        guarded.guard((self._lasting or self._slot).send_again)
 
     def draw(self) -> None:
         """Draw what changed, at most five times a second; any thread may call this often."""
