@@ -114,7 +114,8 @@ def _row(one: Setting, widgets: PanelWidgets) -> Row:
     if one.name == "env":
         kind, traits = ipywidgets.Textarea, {"placeholder": "NAME: value", "rows": 2, **_EACH_KEY}
         read = _mapping_of
-        write = lambda given: yaml.safe_dump(given) if given else ""  # noqa: E731
+        as_typed: dict[str, Any] = {"allow_unicode": True, "sort_keys": False, "width": math.inf}
+        write = lambda given: yaml.safe_dump(given, **as_typed) if given else ""  # noqa: E731
     elif one.texts or (one.kind is bool and one.default is not False):
         choices = [choice for choice in one.texts or (True, False) if choice != one.default]
         # None would mean that nothing is chosen, and be shown as an empty field.
@@ -136,10 +137,14 @@ def _text_of(value: Any) -> str:
 
 
 def _mapping_of(text: str) -> Any:
-    """Return a mapping of texts from YAML; None for none, and what cannot be read as it is."""
+    """Return a mapping of texts from YAML; None for none."""
+    found: Any = text
     with contextlib.suppress(yaml.YAMLError):
-        return yaml.load(text, yaml.BaseLoader) or None
-    return text
+        found = yaml.load(text, yaml.BaseLoader) or None
+    if not isinstance(found, dict | None):
+        expected = "expected lines of NAME: value, with quotes around a value such as '*'"
+        raise ConfigError(f"env is no YAML mapping: {expected}")
+    return found
 
 
 def _strategy_row(widgets: PanelWidgets) -> Row:

@@ -169,6 +169,24 @@ def test_the_reason_stands_beside_the_field_that_it_is_about() -> None:
         form.field(name).value = before
 
 
+@pytest.mark.parametrize("typed", ["NAME=value", "A: 1\nB=2", "A:1", "GLOB: *.txt", "- A"])
+def test_variables_that_are_no_yaml_are_told_how_the_form_has_them(typed: str) -> None:
+    form = Form()
+    form.field("env").value = typed
+    assert "NAME: value" in form.note("env")
+    form.field("env").value = "N: 1\nIS_ON: true\nGLOB: '*.txt'"
+    assert form.picker.config.env == {"N": "1", "IS_ON": "true", "GLOB": "*.txt"}
+
+
+def test_variables_stand_in_the_form_as_they_were_given() -> None:
+    form = Form(
+        LaunchConfig(env={"B": "\N{LATIN SMALL LETTER E WITH ACUTE}", "A": "word " * 30 + "1"})
+    )
+    assert (
+        form.field("env").value == f"B: \N{LATIN SMALL LETTER E WITH ACUTE}\nA: {'word ' * 30}1\n"
+    )
+
+
 def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
