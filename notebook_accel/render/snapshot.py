@@ -445,8 +445,9 @@ def render_displays(state: RunState) -> Markup:
     lines = [f"rank {rank.rank}"] if state.world_size > 1 and rank.displays else []
     if num_hidden := rank.num_displays - rank.num_cleared - len(shown):
         show = f"{run_list.expression(state.run)}.show({rank.rank})"
-        newest = f"{show} shows the newest {len(rank.displays)}"
-        lines.append(f"{num_hidden:,} more not shown here: {newest}")
+        has_more = len(shown) < len(rank.displays)
+        newest = f": {show} shows the newest {len(rank.displays)}" if has_more else ""
+        lines.append(f"{num_hidden:,} more not shown here{newest}")
     return join([*(element("div", line, style=LABEL_STYLE) for line in lines), *shown])
 
 

@@ -64,8 +64,12 @@ def test_the_newest_that_have_room_are_shown_and_the_others_counted(
     )
     # Of a rank the newest twenty are kept.
     page = Tags(render_displays(displaying(*(f"<i>{number}</i>" for number in range(22)))))
-    assert page.text.startswith("19 more not shown here")
+    assert page.text.startswith("19 more not shown here: ")
     assert page.text.endswith("shows the newest 20192021")
+    # Of what is kept nowhere nothing can be shown.
+    monkeypatch.undo()
+    page = Tags(render_displays(displaying(*(f"<i>{number}</i>" for number in range(22)))))
+    assert page.text.startswith("2 more not shown here23")
 
 
 def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
