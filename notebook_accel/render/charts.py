@@ -248,9 +248,16 @@ def _plot(
     # Not its last point: of several values at one step, that is the highest.
     last = wording.number(curve.last)
     head += [] if colours else [element("span", f"\N{NO-BREAK SPACE} {last}")]
-    if is_log and any(y <= 0 for each in points.values() for _, y in each):
+    if is_log and any(-math.inf < y <= 0 for each in points.values() for _, y in each):
         is_log, about = False, "a logarithmic scale needs values above zero"
         head.append(element("span", "\N{NO-BREAK SPACE} linear", title=about))
+    notes: list[Markup] = []
+    for called, each in [*curves.items()][: 1 if ORIGINAL in curves else None]:
+        note, style = not_finite_note(each.not_finite), "font-size:11px;color:#b7791f"
+        if note and called:
+            notes.append(element("div", f"{called}: {note}", style=style))
+        elif note:  # beside the value: below the chart it would move all that follows as it comes
+            head.append(element("span", f"\N{NO-BREAK SPACE} {note}", title=note, style=style))
     parts = [element("div", *head, class_="na-chart-head")]
     if len(curves) > 1 and not colours and ORIGINAL not in curves:
         about = f"in colour: {next(iter(curves))}"
@@ -261,11 +268,7 @@ def _plot(
         alt = f"{name_of(name)}: {first} → {last} at step {step}"
         marks = curve.marks
         parts.append(chart(points, alt=alt, colours=colours, is_log=is_log, marks=marks, **how))
-    for called, each in [*curves.items()][: 1 if ORIGINAL in curves else None]:
-        if note := not_finite_note(each.not_finite):
-            style = "font-size:11px;color:#b7791f"
-            parts.append(element("div", f"{called}: {note}" if called else note, style=style))
-    return parts
+    return [*parts, *notes]
 
 
 def chart(

@@ -191,6 +191,12 @@ def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
     return str(view.box.children[-1].value)
 
 
+def test_an_infinite_value_of_a_range_of_steps_leaves_the_logarithmic_scale() -> None:
+    points = {"loss": {"": [(0.0, 1.0), (1.0, -math.inf), (2.0, 0.1)]}}
+    metrics = {"loss": {"": falling()}}
+    assert "linear" not in draw_metrics(metrics, points=points, is_live=True, is_log=True)
+
+
 def test_a_range_of_steps_without_values_has_no_chart() -> None:
     view = MetricsView(PanelWidgets(), find_original=lambda: ("old", {"loss": falling()}))
     field(view.box, "Steps").value = "200 to 250"
@@ -228,6 +234,8 @@ def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
     for found in (markup, drawn_with_log):
         before, after = re.findall(r" d='([^']*)'", found)
         assert (before.count("M"), after.count("M")) == (1, 2)
+        # Beside the value: in a line of its own it would move what stands below as it comes.
+        assert "not finite since step 41</span></div><div class='na-plot'" in found
 
 
 @pytest.mark.parametrize(
