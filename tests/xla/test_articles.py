@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from notebook_accel.config import LaunchConfig
 from tests.launches import launch
@@ -34,6 +35,8 @@ def test_in_plain_python(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_on_two_ranks(two_ranks: int, tmp_path: Path) -> None:
     def train() -> dict[str, object]:
+        # Ranks that are threads get it with the function; two that import it at once may fail.
+        assert transformers.__version__
         return all_loops(str(tmp_path), "bf16")
 
     run = launch(train, (), config=LaunchConfig(engine="xla"))
