@@ -31,7 +31,6 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -40,7 +39,7 @@ from notebook_accel.actions.scoreboard import Scoreboard
 from notebook_accel.errors import LaunchError, RunStopped
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload import Packed, cells, pack, unpack
-from notebook_accel.launch.setup import take_over
+from notebook_accel.launch.setup import Step, take_over
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import (
@@ -347,6 +346,10 @@ class Worker:
             self.interrupts.end_call()
             return _raised(error, self.context, None)
 
+    def _take_over(self, steps: Sequence[Step]) -> None:
+        with displays.muted():
+            take_over(steps, self.context.notice)
+
     def _run(self, message: wire.BeginCall, fds: list[int]) -> Outcome:
         context, interrupts = self.context, self.interrupts
         call: payload.UnpackedCall | None = None
@@ -356,8 +359,7 @@ class Worker:
             interrupts.begin_call(message.call)
             if self._setup_error is not None:
                 raise self._setup_error
-            silently = partial(displays.muted()(take_over), notice=context.notice)
-            call = payload.unpack_call(packed, sent_before=self._sent, take_over=silently)
+            call = payload.unpack_call(packed, sent_before=self._sent, take_over=self._take_over)
             if message.by_value:
                 call = replace(call, sent={})
             self._sent = call.sent

@@ -19,12 +19,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.setup import Step
 from notebook_accel.launch.worker import exiting, main, streams
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
 from notebook_accel.private import of_libraries
@@ -132,6 +133,7 @@ class HostedRank(main.Worker):
     """Runs one rank that shares its process with others, in the thread that calls ``serve``."""
 
     interrupts: _ThreadInterrupts
+    _first: HostedRank
 
     def __init__(
         self,
@@ -144,6 +146,14 @@ class HostedRank(main.Worker):
         super().__init__(inherited, _ThreadInterrupts(row), first)
         self._check = check
         self._all_told = all_told
+        self._has_taken_over = False
+
+    def _take_over(self, steps: Sequence[Step]) -> None:
+        # Once: another rank may have drawn from the generators, which they share.
+        with _taking_over:
+            if not self._first._has_taken_over:
+                super()._take_over(steps)
+                self._first._has_taken_over = True
 
     def _enter_call(self, message: wire.BeginCall) -> None:
         super()._enter_call(message)
@@ -164,6 +174,7 @@ class HostedRank(main.Worker):
         self._check()
 
 
+_taking_over = threading.Lock()
 # What the Python code of each rank of this process prints into.
 _logs: dict[int, io.TextIOWrapper] = {}
 
