@@ -466,3 +466,24 @@ def saves_by_hooks(folder: str) -> float:
 def test_hooks_take_over_weights_of_shards(tmp_path: Path) -> None:
     assert run_ranks(saves_by_hooks, 2, str(tmp_path)) == [0.5, 0.5]
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
+
+
+def hooks_meet(folder: str) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
+    accelerator.prepare(Deep())
+
+    def hook(_: Any, __: Any, place: str) -> None:
+        if accelerator.is_main_process:
+            Path(place, "own").mkdir()
+        accelerator.wait_for_everyone()
+        Path(place, "own", str(accelerator.process_index)).touch()
+
+    accelerator.register_save_state_pre_hook(hook)
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        accelerator.state.fsdp_plugin.set_state_dict_type(kind)
+        accelerator.save_state(f"{folder}/{kind}")
+        assert {path.name for path in Path(folder, kind, "own").iterdir()} == {"0", "1"}
+
+
+def test_hooks_of_all_ranks_have_one_folder(tmp_path: Path) -> None:
+    run_ranks(hooks_meet, 2, str(tmp_path))

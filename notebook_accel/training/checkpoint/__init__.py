@@ -385,7 +385,7 @@ class Checkpoints:
             for model in (known.plain for known in self._prepared.models)
         ]
         for hook in tuple(self.save_hooks.values()):
-            hook(models, weights, str(save.staged))
+            hook(models, weights, str(save.of_hooks))
         layout = strategy.format(
             names=self._names,
             options=own_options,

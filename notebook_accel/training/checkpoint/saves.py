@@ -131,6 +131,9 @@ class Save:
 
     final: Path
     staged: Path
+    of_hooks: Path
+    """Where hooks of the user's write: in a joint save one folder for all ranks of a disk, so that
+    a hook finds there what the one of another rank has written."""
     _folder: StagedFolder | None = None
     _heard: NotebookAccelError | None = None  # why another rank could not write
 
@@ -175,13 +178,18 @@ class Save:
         if self.writes:
             self._folder = numbers.make() if asked is None else StagedFolder.of(asked)
             self.final = self._folder.final
+            self._store.set("staged", str(self._folder.path))
             self._store.set("began", str(self.final))
         else:
             assert asked is not None
             name = f"rank_{self._own}"
             self._folder = StagedFolder(asked.parent, r"rank_\d+", lambda _: name)
             self.final = asked
-        self.staged = self._folder.path
+        self.staged = self.of_hooks = self._folder.path
+        if self.joint:
+            self._wait_for(self._store, ["began"])
+            of_all = Path(self._store.get("staged").decode())
+            self.of_hooks = of_all if of_all.exists() else self.staged
 
     def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
         """Publish the checkpoint, or have this rank's files added to it."""
