@@ -189,6 +189,22 @@ def test_a_state_dict_is_saved_as_it_is(tmp_path: Path) -> None:
     assert run_ranks(save_an_earlier_state, 2, str(tmp_path)) == [True, True]
 
 
+def steps_of_a_stage() -> tuple[Any, bool]:
+    """How the optimizer of sharded blocks steps, and whether it has weights of all stages."""
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2)
+    )
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
+    return optimizer.param_groups[0]["foreach"], len(optimizer.param_groups[0]["params"]) == 8
+
+
+@pytest.mark.long
+def test_weights_of_other_stages_do_not_change_how_a_stage_steps() -> None:
+    assert run_ranks(steps_of_a_stage, 4) == [(None, True)] * 4
+
+
 def overflow(bad_rank: int) -> tuple[bool, float]:
     accelerator = accelerator_for(THREE, mixed_precision="fp16")
     torch.manual_seed(3)

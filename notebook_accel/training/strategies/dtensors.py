@@ -142,7 +142,8 @@ def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
     layers in its plan are divided over one mesh dimension more than the other layers. A user's own
     ``foreach=True`` is not changed.
     """
-    if len(by_mesh(weights_of(optimizer))) > 1:
+    # A weight of another stage, without elements, has no gradient to step with.
+    if len(by_mesh(weight for weight in weights_of(optimizer) if weight.numel())) > 1:
         for group in optimizer.param_groups:
             # None leaves the choice to torch, which may take the fused loop; True is the user's
             # own word, and torch says why it cannot be.

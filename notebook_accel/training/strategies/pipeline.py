@@ -141,7 +141,7 @@ class PipelineParallel(MeshParallel):
 
     def _elsewhere(self, key: _Key) -> nn.Parameter:
         """Return a placeholder, without elements, of a weight that another stage has."""
-        placeholder = nn.Parameter(torch.empty(0))
+        placeholder = nn.Parameter(torch.empty(0, device=self.topology.device))
         self._keys[placeholder] = key
         return placeholder
 
