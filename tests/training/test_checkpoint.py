@@ -175,7 +175,8 @@ def test_numbers_go_on_after_a_resume_and_old_ones_go_after_the_write(tmp_path: 
     folder = tmp_path / "checkpoints"
     assert sorted(os.listdir(folder)) == ["checkpoint_10", "checkpoint_9"]
     # One that died while it wrote leaves nothing that counts.
-    (folder / ".checkpoint_11.0123abcd.partial").mkdir()
+    for name in ("checkpoint_11", "rank_1"):  # of more ranks than now
+        (folder / f".{name}.0123abcd.partial").mkdir()
     resumed = setup(numbered(tmp_path, total_limit=2))
     resumed[0].load_state()
     assert resumed[0].save_iteration == 11

@@ -37,7 +37,13 @@ from notebook_accel.training.checkpoint.start import (
 )
 from notebook_accel.training.collectives import exchange
 from notebook_accel.training.collectives.nested import leaves
-from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
+from notebook_accel.training.files.atomic import (
+    StagedFolder,
+    add_entries,
+    drop_empty,
+    is_staged,
+    remove_dead,
+)
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.settings.notices import notice
@@ -102,6 +108,8 @@ def unseen(what: object, where: str) -> NotebookAccelError:
 # How long a rank waits for rank 0 to begin the save: for the number of a checkpoint, and at the
 # end. Ranks that run the same code come to it together.
 _BEGIN_SECONDS = 10.0
+# The final names of the folders of ranks other than the one that publishes.
+_OF_RANKS = r"rank_\d+"
 
 
 class Save:
@@ -178,12 +186,14 @@ class Save:
         if self.writes:
             self._folder = numbers.make() if asked is None else StagedFolder.of(asked)
             self.final = self._folder.final
+            if not self._others:  # the next save of several ranks may never come
+                remove_dead(self.final.parent, _OF_RANKS)
             self._store.set("staged", str(self._folder.path))
             self._store.set("began", str(self.final))
         else:
             assert asked is not None
             name = f"rank_{self._own}"
-            self._folder = StagedFolder(asked.parent, r"rank_\d+", lambda _: name)
+            self._folder = StagedFolder(asked.parent, _OF_RANKS, lambda _: name)
             self.final = asked
         self.staged = self.of_hooks = self._folder.path
         if self.joint:

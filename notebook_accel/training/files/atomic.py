@@ -79,6 +79,12 @@ def staging_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
 
 
+def remove_dead(parent: Path, pattern: str) -> None:
+    """Remove from ``parent`` what dead writers staged under final names that ``pattern`` matches."""
+    with _locked(parent):
+        _sweep(parent, pattern)
+
+
 def is_staged(path: Path, final_name: str) -> bool:
     """Return whether a path is one that :func:`staging_path` has returned for this name."""
     return re.fullmatch(rf"\.{final_name}\.[0-9a-f]{{8}}{_PARTIAL}", path.name) is not None
