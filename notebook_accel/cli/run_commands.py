@@ -57,19 +57,20 @@ def stop(arguments: Sequence[str]) -> int:
     run = _chosen(
         typed.run, [run for run in run_list.runs(everywhere=True) if not run.state.has_ended]
     )
+    asked = "kill" if typed.kill else "stop"
     if typed.kill:
         run.kill()
     else:
         run.stop()
     folder = RunFolder(run.log_dir)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while folder.has_left("stop") and time.monotonic() < deadline:
+    while folder.has_left(asked) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
         # In this order: a request that is left after the end was not taken.
-        if run_list.read_run(run.id).state.has_ended and folder.take("stop"):
+        if run_list.read_run(run.id).state.has_ended and folder.take(asked) is not None:
             print(f"run {run.id} of {run.name} has ended meanwhile")
             return 0
-    if folder.has_left("stop"):
+    if folder.has_left(asked):
         raise LaunchError(
             f"the keeper of run {run.id} does not take it: is that process stopped?"
             if run.state.detached

@@ -59,6 +59,8 @@ _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 # As often as a kernel draws.
 _LOOK_SECONDS = 0.2
+# A keeper whose run's folder was deleted makes it anew in a moment.
+_MAKE_SECONDS = 2.0
 
 
 def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
@@ -124,9 +126,9 @@ def launch_detached(request: LaunchRequest, packed: PackedCall, notebook_file: s
             raise unpack_exception(first.pickled, Registry()) or LaunchError(first.text)
         # From here on the run is found by its id, for which the keeper waits.
         with held() as presses:
+            past = run_list.read_run(asked.run_id)
             with contextlib.suppress(OSError):  # it was killed just now: the run has failed
                 channel.send(wire.Alive())
-            past = run_list.read_run(asked.run_id)
             run = _opened(past, request.view, replace(request, view=View()))
             if presses.count:
                 # Nobody gets the handle.
@@ -136,8 +138,13 @@ def launch_detached(request: LaunchRequest, packed: PackedCall, notebook_file: s
 
 def has_keeper(run_id: str) -> bool:
     """Return whether a keeper of this run lives on this machine; it may not have begun the run."""
+    return bool(_keepers(run_id))
+
+
+def _keepers(run_id: str) -> list[psutil.Process]:
     found = psutil.process_iter(["cmdline"])
-    return any(run_id in (process.info["cmdline"] or ()) for process in found)
+    named = ["notebook-accel", run_id]
+    return [one for one in found if (one.info["cmdline"] or [])[-3:-1] == named]
 
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:
@@ -157,7 +164,7 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
             return run
         if not is_asked:
             with contextlib.suppress(OSError):  # another kernel asks just now, say
-                folder.leave("state", "asked")
+                folder.leave("state")
             is_asked = True
         elif not folder.has_left("state"):
             return _opened(run, GuardedView(view()))
@@ -174,7 +181,8 @@ def _opened(past: Run, view: View, request: LaunchRequest | None = None) -> Run:
     call = AttachedCall(
         NewCall(
             request=LaunchRequest(config=past.config, view=view),
-            state=past.state,
+            # Not how it began, as others read it: a keeper saves what kernels ask for.
+            state=run_list.saved_state(RunFolder(past.log_dir)) or past.state,
             folder=RunFolder(past.log_dir),
             metrics=MetricReader(past.log_dir),
             handle=partial(run_list.expression_to_attach, past.id),
@@ -204,15 +212,40 @@ class AttachedCall(run_list.PastCall):
         return
 
     def press(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # the wait goes on
-            self._ask("kill" if number > 1 else "interrupt")
+        if number > 1:
+            self.kill()
+        else:
+            with contextlib.suppress(OSError):  # the wait goes on
+                self._ask("interrupt")
+
+    def kill(self) -> None:
+        try:
+            super().kill()
+        except OSError:  # the folder is gone, or cannot be written
+            keepers = _keepers(self.folder.id)
+            if not keepers:
+                raise
+            for keeper in keepers:
+                # Its ranks end with it.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    keeper.kill()
+
+    def _ask(self, what: str, text: str = "") -> None:
+        deadline = time.monotonic() + _MAKE_SECONDS
+        while True:
+            try:
+                return super()._ask(what, text)
+            except FileNotFoundError:  # its folder was deleted: the keeper makes it anew
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_POLL_SECONDS)
 
     def stacks(self, rank: int | None = None) -> str:
-        answer = f"stacks-{secrets.token_hex(4)}"
-        self.folder.leave("stacks", answer if rank is None else f"{answer} {rank}")
+        asked = f"stacks-{secrets.token_hex(4)}"
+        self._ask(asked, "" if rank is None else str(rank))
         deadline = time.monotonic() + _ANSWER_SECONDS
         while not self.ended.is_set() and time.monotonic() < deadline:
-            if text := self.folder.take(answer):
+            if (text := self.folder.take(f"answer-{asked}")) is not None:
                 return text
             time.sleep(_POLL_SECONDS)
         return "the run has ended, or its keeper gave no answer\n"
@@ -223,7 +256,7 @@ class AttachedCall(run_list.PastCall):
         assert curves is not None, "until the end"
         while not self.state.has_ended:
             with contextlib.suppress(OSError):  # its folder was deleted: the keeper makes it anew
-                self.folder.leave("state", "asked")
+                self.folder.leave("state")
             time.sleep(_LOOK_SECONDS)
             saved = run_list.saved_state(self.folder)
             if saved is None and not has_keeper(self.folder.id):

@@ -104,9 +104,10 @@ def _serve_kernels(call: Call, told: RunState | None) -> RunState | None:
         # Without a folder nobody could find the run, or stop it.
         folder.create()
         folder.save(state, call.config)
-    if asked := folder.take("stacks"):
-        answer, _, rank = asked.partition(" ")
-        folder.leave(answer, call.stacks(int(rank) if rank else None))
+    # Each by a name of its own: two kernels may ask at once.
+    for asked in folder.left("stacks-"):
+        rank = folder.take(asked) or ""
+        folder.leave(f"answer-{asked}", call.stacks(int(rank) if rank.isdecimal() else None))
     if not folder.has_left("state"):
         return told
     if state is not told:

@@ -187,14 +187,14 @@ class PastCall(Call):
             )
 
     def stop(self, grace: float | None = None) -> None:
-        self._ask("stop" if grace is None else f"stop {grace}")
+        self._ask("stop", "" if grace is None else str(grace))
 
     def kill(self) -> None:
         self._ask("kill")
 
-    def _ask(self, how: str) -> None:
+    def _ask(self, what: str, text: str = "") -> None:
         if not self.state.has_ended:
-            self.folder.leave("stop", how)
+            self.folder.leave(what, text)
 
 
 def saved_state(folder: RunFolder) -> RunState | None:
@@ -204,10 +204,8 @@ def saved_state(folder: RunFolder) -> RunState | None:
     state = folder.load()
     if state is None:
         return None
-    if state.status == "starting" and is_held:
-        # What was saved is how it began.
-        return replace(state, status="running")
-    if not state.has_ended and not is_held:
+    # Asked again: a keeper may have made a deleted folder anew.
+    if not state.has_ended and not is_held and not folder.is_held:
         return as_killed(state, folder.last_change())
     return state
 
@@ -227,6 +225,8 @@ def _read_run(folder: RunFolder, view: Callable[[], View]) -> Run | None:
     state = saved_state(folder)
     if state is None:
         return None
+    if state.status == "starting":  # what was saved is how it began
+        state = replace(state, status="running")
     try:
         config = LaunchConfig.load(folder.config_path)
     except ConfigError:  # of another version of this package

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -246,27 +247,72 @@ def test_a_run_whose_folder_was_deleted_is_found_and_has_its_result(
     assert later.run("print(run[1][0].value)").strip() == "41"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a file system of one's own needs root")
-def test_a_full_disk_at_the_end_loses_no_verdict_and_names_itself(
-    notebook: Notebook, later: Notebook, tmp_path: Path
-) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(small)]
+def test_all_who_ask_for_stacks_at_once_have_them(notebook: Notebook, tmp_path: Path) -> None:
+    launched(notebook, tmp_path)
+    code = """
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(run.stacks) for _ in range(3)]
+        print([one.result().count("in train") for one in asked])
+    """
+    assert notebook.run(textwrap.dedent(code)).strip() == "[2, 2, 2]"
+    notebook.run("run.kill()")
+
+
+def test_a_kill_reaches_a_run_without_a_folder(notebook: Notebook, tmp_path: Path) -> None:
+    launched(notebook, tmp_path)
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # the keeper may have made it anew
+    (tmp_path / "runs").touch()
+    notebook.run("run.kill()")
+    notebook.fails("run.wait()")
+    eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
+
+
+@pytest.fixture
+def small(notebook: Notebook, tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB for the notebook's runs."""
+    if os.getuid() != 0:
+        pytest.skip("a file system of one's own needs root")
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(path)]
     if subprocess.run(mounted, capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        for one in (notebook, later):
-            one.run(f"import os; os.environ['NOTEBOOK_ACCEL_RUNS'] = {str(small / 'runs')!r}")
-        run_id = launched(notebook, tmp_path)
-        with contextlib.suppress(OSError), open(small / "filling", "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        (tmp_path / "go").touch()
-        assert "disk full" in notebook.fails("run.wait()[0]")
-        eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
-        later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
-        assert later.run("print(run.status)").strip() == "succeeded"
-        assert "disk full: what rank 0 returned is lost" in later.fails("run[0]")
+        notebook.run(f"import os; os.environ['NOTEBOOK_ACCEL_RUNS'] = {str(path / 'runs')!r}")
+        yield path
     finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), open(disk / "filling", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_full_disk_at_the_end_loses_no_verdict_and_names_itself(
+    notebook: Notebook, later: Notebook, small: Path, tmp_path: Path
+) -> None:
+    later.run(f"import os; os.environ['NOTEBOOK_ACCEL_RUNS'] = {str(small / 'runs')!r}")
+    run_id = launched(notebook, tmp_path)
+    fill(small)
+    (tmp_path / "go").touch()
+    assert "disk full" in notebook.fails("run.wait()[0]")
+    eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
+    later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
+    assert later.run("print(run.status)").strip() == "succeeded"
+    assert "disk full: what rank 0 returned is lost" in later.fails("run[0]")
+
+
+@pytest.mark.parametrize("end", ["run.stop()", "run.stop(3.5)", "run.kill()"])
+def test_a_run_can_be_ended_on_a_full_disk(
+    notebook: Notebook, small: Path, tmp_path: Path, end: str
+) -> None:
+    launched(notebook, tmp_path)
+    fill(small)
+    notebook.run(end)
+    eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
+    notebook.run("run._call.ended.wait(30)")
+    assert notebook.run("print(run.status)").strip() == "stopped"

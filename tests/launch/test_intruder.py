@@ -165,7 +165,7 @@ def test_files_that_another_user_put_into_a_run_are_neither_followed_nor_unpickl
     (shared / "runs").chmod(0o755)
 
     def attack() -> list[str]:
-        for name in ("begin.part", "config.yaml", "metrics.jsonl", "rank-0.log", ".stop.part"):
+        for name in ("begin.part", "config.yaml", "metrics.jsonl", "rank-0.log"):
             os.symlink(mine, folder.path / name)
         code = f"cos\nsystem\n(S'touch {ran}'\ntR.".encode()
         (folder.path / "result-0.pickle").write_bytes(f"[{len(code)}]\n".encode() + code)
@@ -177,7 +177,6 @@ def test_files_that_another_user_put_into_a_run_are_neither_followed_nor_unpickl
     for act in (
         lambda: open_log(folder.path, 0),
         lambda: MetricStore(folder.path),
-        lambda: folder.leave("stop", "stop"),
         lambda: StoredResults(folder.path).get(0),
     ):
         with pytest.raises((OSError, LaunchError)):

@@ -112,7 +112,7 @@ def test_a_fifo_in_the_folder_of_one_run_holds_up_no_other(
     for name in (*names, "rescued.pt", "result-0.pickle"):
         os.mkfifo(odd.path / name)
     assert {one.id for one in run_list.runs(everywhere=True)} == {odd.id, good.id}
-    assert odd.take("stop") == ""
+    assert odd.take("stop") is None
     for read in (
         lambda: odd.read_log(0),
         lambda: run.metrics,

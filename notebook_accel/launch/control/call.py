@@ -521,13 +521,12 @@ class RankCall(Call):
             return
         self._next_draw = now + _DRAW_SECONDS
         # What another process has asked for.
-        how, _, seconds = self.folder.take("stop").partition(" ")
-        if how == "kill":
-            self.kill()
-        elif how == "interrupt":
-            self.press(1)
-        elif how:
+        if (seconds := self.folder.take("stop")) is not None:
             self.stop(float(seconds) if seconds else None)
+        if self.folder.take("interrupt") is not None:
+            self.press(1)
+        if self.folder.take("kill") is not None:
+            self.kill()
         if self.state.checkpoint != self._noted_checkpoint:  # should this kernel be killed
             self._noted_checkpoint = self.state.checkpoint
             self.folder.save(self.state)

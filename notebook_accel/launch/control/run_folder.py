@@ -23,6 +23,7 @@ import datetime as dt
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -319,30 +320,42 @@ class RunFolder:
         except Exception as error:  # what torch raises for whatever bytes there are
             raise NotebookAccelError(f"{self._rescued_path} cannot be read: {error}") from error
 
-    # ---- requests to the process that conducts the run, and its answers, each a file. "stop" has
-    # "stop", "interrupt", "kill" or, with the grace period in seconds, "stop 3.0"; the keeper of a
-    # detached run also takes "state" and "stacks" (launch/keeper.py).
+    # ---- requests to the process that conducts the run, and its answers, each a file: "interrupt",
+    # "kill", and "stop", which has the grace period in seconds if one was given. The keeper of a
+    # detached run also takes "state" and "stacks-..." (launch/keeper.py).
 
-    def leave(self, name: str, text: str) -> None:
-        """Leave a request or an answer of this name, in place of one that was not taken yet."""
-        part = self.path / f".{name}.part"
-        with open(part, "w", encoding="utf-8", opener=own_file) as file:
-            file.write(text)
+    def leave(self, name: str, text: str = "") -> None:
+        """Leave a request or an answer of this name, in place of one that was not taken yet.
+
+        On a full disk it is left without its text: an empty file needs no room.
+        """
+        part = self.path / f".{name}-{secrets.token_hex(4)}.part"
+        fd = own_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with contextlib.suppress(OSError):
+            os.write(fd, text.encode())
+        os.close(fd)
         part.replace(self.path / f".{name}")
+
+    def left(self, prefix: str) -> list[str]:
+        """Return the names with this prefix of what :meth:`leave` left and nobody has taken."""
+        with contextlib.suppress(OSError):
+            names = (entry.name[1:] for entry in os.scandir(self.path) if entry.name[0] == ".")
+            return [name for name in names if name.startswith(prefix) and "." not in name]
+        return []
 
     def has_left(self, name: str) -> bool:
         """Whether what :meth:`leave` left waits to be taken."""
         return (self.path / f".{name}").exists()
 
-    def take(self, name: str) -> str:
-        """Return what :meth:`leave` left and delete it; "" if there is nothing."""
+    def take(self, name: str) -> str | None:
+        """Return what :meth:`leave` left and delete it; None if there is nothing."""
         path = self.path / f".{name}"
         try:
             with open(path, encoding="utf-8", opener=own_file) as file:
                 text = file.read()
             path.unlink()
         except (OSError, UnicodeDecodeError):
-            return ""
+            return None
         return text
 
     def last_change(self) -> float:

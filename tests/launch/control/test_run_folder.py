@@ -284,6 +284,20 @@ def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path: Path) -> None:
     assert folder.load() == replace(state, began=None)
 
 
+def test_requests_of_two_kinds_are_both_there(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    folder.leave("kill")
+    folder.leave("stop", "3.0")
+    folder.leave("stacks-a", "0")
+    folder.leave("stacks-b")
+    assert (folder.take("kill"), folder.take("kill")) == ("", None)
+    assert folder.take("stop") == "3.0"
+    assert {name: folder.take(name) for name in folder.left("stacks-")} == {
+        "stacks-a": "0",
+        "stacks-b": "",
+    }
+
+
 def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -> None:
     session, gone = RunFolder.make(tmp_path), RunFolder.make(tmp_path)
     session.make_logs(1)
