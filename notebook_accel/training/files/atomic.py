@@ -80,7 +80,7 @@ def staging_path(final: Path) -> Path:
 
 
 def remove_dead(parent: Path, pattern: str) -> None:
-    """Remove from ``parent`` what dead writers staged under final names that ``pattern`` matches."""
+    """Remove the staged folders of dead writers whose final names ``pattern`` matches."""
     with _locked(parent):
         _sweep(parent, pattern)
 
