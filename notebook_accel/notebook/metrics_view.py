@@ -163,7 +163,9 @@ class MetricsView:
             title = f"{name_of(prefix)}/" if prefix else "metrics"
             for page, first in enumerate(range(0, len(found), _PAGE_SIZE)):
                 last = min(first + _PAGE_SIZE, len(found))
-                options.append((f"{title} {first + 1}-{last} of {len(found)}", (prefix, page)))
+                these = f"{first + 1}-{last}" if first + 1 < last else f"{last}"
+                which = f"{these} of {len(found)}" if len(found) > _PAGE_SIZE else f"({last})"
+                options.append((f"{title} {which}", (prefix, page)))
         PanelWidgets.offer(self._chosen, options)
         is_choice = len(self._groups) > 2 or len(names) > _PAGE_SIZE
         (self._chosen.remove_class if is_choice else self._chosen.add_class)("na-hidden")

@@ -333,7 +333,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     choose(output, "Which metrics", "metrics 7-11 of 11")
     charts.get_by_text("eval/best").wait_for(timeout=30_000)
     assert page.evaluate(HEIGHT) == height
-    choose(output, "Which metrics", "eval/ 1-1 of 1")
+    choose(output, "Which metrics", "eval/ (1)")
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 1")
     choose(output, "Which metrics", "metrics 1-6 of 11")
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 6")
