@@ -122,7 +122,12 @@ class Charts:
         parts = [
             style_element("charts") if is_live else "",
             element("div", *legend, style=row) if is_each_in_colour else "",
-            draw_metrics(shown, colours=colours if is_each_in_colour else None, is_live=is_live)
+            draw_metrics(
+                shown,
+                colours=colours if is_each_in_colour else None,
+                num_charts=len(shown),
+                is_live=is_live,
+            )
             if shown
             else element("div", "no metric is logged yet"),
             element("div", more, style=snapshot.MUTED) if more else "",

@@ -213,7 +213,7 @@ def draw_metrics(
         is_live: a style sheet, ``charts.css``, says how they are drawn, and all are one message.
         how: as for :func:`chart`.
     """
-    how |= {"is_live": is_live, "num_charts": max(1, len(metrics)) if is_live else 1}
+    how = {"num_charts": max(1, len(metrics)) if is_live else 1, "is_live": is_live, **how}
     parts = [
         _plot(name, curves, None if points is None else points[name], **how)
         for name, curves in metrics.items()

@@ -340,3 +340,5 @@ def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table() -> None:
     assert sum(map(message_bytes, shown[0].values())) < 20_000
     page = Tags(shown[0]["text/html"])
     assert (page.tags.count("path"), page.tags.count("tr")) == (60, 11)
+    # What a saved notebook keeps of it, too.
+    assert len(charts._repr_html_()) < 40_000
