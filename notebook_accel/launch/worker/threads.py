@@ -146,14 +146,14 @@ class HostedRank(main.Worker):
         super().__init__(inherited, _ThreadInterrupts(row), first)
         self._check = check
         self._all_told = all_told
-        self._has_taken_over = False
+        self._taken_over_for = 0  # the newest call for which it was done
 
     def _take_over(self, steps: Sequence[Step]) -> None:
-        # Once: another rank may have drawn from the generators, which they share.
+        # Once a call: another rank may have drawn from the generators, which they share.
         with _taking_over:
-            if not self._first._has_taken_over:
+            if self._first._taken_over_for < self.context.call:
                 super()._take_over(steps)
-                self._first._has_taken_over = True
+                self._first._taken_over_for = self.context.call
 
     def _enter_call(self, message: wire.BeginCall) -> None:
         super()._enter_call(message)
