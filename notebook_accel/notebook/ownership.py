@@ -259,9 +259,17 @@ def look_at(name: str, value: object) -> NameFacts:
 
 def names_used(value: object) -> frozenset[str]:
     """Return the names of the globals that functions and classes in ``value`` use."""
-    pickler = SessionPickler(NOWHERE, lambda _buffer: None)  # reads no memory of arrays
+    pickler = _NamesPickler(NOWHERE, lambda _buffer: None)
     pickler.dump(value)
     return frozenset(pickler.names)
+
+
+class _NamesPickler(SessionPickler):
+    """Collects only the names of used globals, and reads no memory of tensors and arrays."""
+
+    def _reduce_storage(self, _storage: Any) -> Any:
+        # What is on a device would be copied to the host.
+        return itself, (None,)
 
 
 class _LookingPickler(SessionPickler):

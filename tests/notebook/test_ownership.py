@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload import cells, pickling
 from notebook_accel.notebook.ownership import look_at, names_used
 
 # Larger than what was once compared of an array; pages of zeros that nobody wrote cost nothing.
@@ -56,3 +56,11 @@ def test_names_are_found_where_memory_is_not_looked_at(monkeypatch: pytest.Monke
     function = eval("lambda: of_main", main)
     value = (function, {"array": np.zeros(3), "tensor": torch.zeros(3)})
     assert names_used(value) == look_at("value", value).names == {"of_main"}
+
+
+def test_names_are_found_without_the_memory_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_storage: Any) -> None:
+        raise AssertionError("of a device, all of it would be copied to the host")
+
+    monkeypatch.setattr(pickling, "memory_of", read)
+    assert names_used([torch.ones(3), torch.nn.Linear(2, 2)]) == frozenset()
