@@ -1,7 +1,5 @@
 """What all tests share: where runs are kept, which machine parts are there, and who is left."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Descriptors of this process, for tests that must leave none open."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

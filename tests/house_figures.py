@@ -3,8 +3,6 @@
 Code lines are those with a token that is no comment and no docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import sys

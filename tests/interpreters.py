@@ -1,7 +1,5 @@
 """Scripts that need a process that has imported nothing yet."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

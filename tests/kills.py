@@ -9,8 +9,6 @@ losses of all attempts together are those of a training that nobody interrupted,
 ``python -m tests.kills --instants 50`` prints what it saw; a short version is part of the tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Launches, and calls of sessions, as tests write them: the function first, the rest by names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

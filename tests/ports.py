@@ -1,7 +1,5 @@
 """A free port for a test."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

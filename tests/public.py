@@ -1,7 +1,5 @@
 """The one list of public names, read from the stub that also feeds the package itself."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import sys

@@ -5,8 +5,6 @@
 in a kernel, or in the tests' own process, before it starts its template.
 """
 
-from __future__ import annotations
-
 from notebook_accel.launch.template import handle
 
 IMPORT_LITTLE = "from tests.templates import import_little; import_little()\n"

@@ -1,7 +1,5 @@
 """Settings of a launch: what is refused, where values come from, and their YAML."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pydoc

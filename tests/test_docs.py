@@ -3,8 +3,6 @@
 Whether the site can be built, and its links lead somewhere, is for ``make docs``.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """The search of the site leads to the right page, asked in the words that people use."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The examples of a class's methods go on from the example of the class, as a notebook's cells would.
 """
 
-from __future__ import annotations
-
 import doctest
 import enum
 import importlib

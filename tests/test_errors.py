@@ -1,7 +1,5 @@
 """The errors: their tree, what they carry, and that they travel."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

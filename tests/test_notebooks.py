@@ -1,7 +1,5 @@
 """The examples run, train, and are stored as they ran."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

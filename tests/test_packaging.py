@@ -4,8 +4,6 @@ The environment is new and holds the wheel alone; what the wheel depends on is l
 the one that runs the tests. `make test-wheel` gives one for each Python, with nothing lent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Where ranks cannot be launched, as on macOS: import, engine="inline" and Accelerator work."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.interpreters import run_script

@@ -1,7 +1,5 @@
 """Private names of libraries: all in ``private/``, few, and as the installed releases have them."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import importlib

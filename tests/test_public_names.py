@@ -1,7 +1,5 @@
 """What users import: the names of the stub and the doors in ``compat/``, and nothing else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

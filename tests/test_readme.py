@@ -1,7 +1,5 @@
 """What the README tells a reader to type works; each block is taken out of its text."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

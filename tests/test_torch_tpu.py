@@ -1,7 +1,5 @@
 """torch_tpu itself, where it is installed (``make test-torch-tpu``), without a TPU."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """TPUs are found, or refused, by what machine and packages say; torch_xla is never imported."""
 
-from __future__ import annotations
-
 import os
 from html import unescape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every message survives its encoding, and nothing else is decoded."""
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 

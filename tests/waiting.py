@@ -1,7 +1,5 @@
 """The one way in which tests wait: for a condition, until a deadline."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

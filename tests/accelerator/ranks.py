@@ -1,7 +1,5 @@
 """How many ranks a test takes: SIM_DEVICES=4 gives four devices, and four ranks where it can."""
 
-from __future__ import annotations
-
 import os
 
 RANKS = int(os.environ.get("SIM_DEVICES", "2"))

@@ -1,7 +1,5 @@
 """Which devices ranks use, and how long they wait for each other on them."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

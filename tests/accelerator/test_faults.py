@@ -1,7 +1,5 @@
 """Errors after which a device refuses all further work of a process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Ranks that wait for their device behind a collective that others never begin: who, and where."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import time

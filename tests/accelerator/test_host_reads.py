@@ -1,7 +1,5 @@
 """How often the host reads from its device in a step, beside a loop of plain torch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """How much of a device's memory a sharded model takes while it is prepared, saved and loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

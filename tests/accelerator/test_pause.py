@@ -1,7 +1,5 @@
 """A pause gives the devices back, and the training goes on to the bit."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trials of a sweep and clones take devices that no other run uses."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Smaller things in which an accelerator differs from the CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

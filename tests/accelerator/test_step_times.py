@@ -1,7 +1,5 @@
 """Where the time of steps goes on devices that compute while the host goes on, and their memory."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stop and Interrupt where the device runs behind the host, and the hosts of ranks apart."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from pathlib import Path

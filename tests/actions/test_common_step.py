@@ -1,7 +1,5 @@
 """Knobs, saves, pauses and stops happen at the same step of all ranks, in real processes."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When a run's ranks are asked, interrupted, terminated and killed."""
 
-from __future__ import annotations
-
 import pytest
 
 from notebook_accel.actions.ending import Ending, Stage, StepClock

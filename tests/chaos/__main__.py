@@ -1,7 +1,5 @@
 """The chaos itself: what happens, to whom, and what must hold afterwards."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

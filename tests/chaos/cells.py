@@ -1,7 +1,5 @@
 """What the notebooks of the chaos run: in the kernel, and in the ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Kernels to kill: plain Python processes, since they are quick, and real ones."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

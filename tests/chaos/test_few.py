@@ -1,7 +1,5 @@
 """A little of the chaos, so that it keeps working; ``make test-chaos`` is all of it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands as a person types them, and the script that they launch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Scripts that ``notebook-accel launch`` and its peers start, and what it refuses to start."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

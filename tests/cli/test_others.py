@@ -1,7 +1,5 @@
 """The commands about this machine, about weights, and the sanity training."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

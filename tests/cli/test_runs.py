@@ -1,7 +1,5 @@
 """``runs``, ``logs`` and ``stop`` beside the kernel whose run it is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

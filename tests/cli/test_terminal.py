@@ -1,7 +1,5 @@
 """What several ranks print, as a person sees it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """What every engine that has agents must do; each engine's test file runs this suite."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

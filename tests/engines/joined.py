@@ -1,7 +1,5 @@
 """A stand-in for other machines: threads of this process join its launches over the loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from dataclasses import replace

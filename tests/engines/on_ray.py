@@ -3,8 +3,6 @@
 Run by: make test-ray.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

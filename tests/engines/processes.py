@@ -1,7 +1,5 @@
 """What the tests of processes share: a look at who is still alive."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A job of two nodes of Slurm, played: both are this machine, and ``srun`` is a script."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks on several machines keep the contract; machines join by a token, and by it alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

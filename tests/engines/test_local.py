@@ -1,7 +1,5 @@
 """The local engine keeps the contract."""
 
-from __future__ import annotations
-
 from tests.engines.contract import EngineContract
 
 

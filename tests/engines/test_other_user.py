@@ -1,7 +1,5 @@
 """A rank's child that became another user (sudo, su), and cannot be ended, holds nothing up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

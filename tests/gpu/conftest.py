@@ -1,7 +1,5 @@
 """The accelerator of this machine: a GPU, or the simulated one of ``make test-accelerator``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

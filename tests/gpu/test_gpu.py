@@ -3,8 +3,6 @@
 Run them there with: make test-gpu
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Trainings and twins are those of ``test_matrix``, which runs them on the CPU. Si
 and here rounds sums and tanh at other places: some ten times what the order of sums alone does.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Host B: namespaces of network, mounts, pids and names on this machine, and a cable to it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Run by: make test-hosts (as root, with iproute2 and util-linux).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A notebook for a test."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

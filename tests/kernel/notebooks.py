@@ -1,7 +1,5 @@
 """A notebook open in a real kernel, whose every process can be found."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 import uuid

@@ -1,7 +1,5 @@
 """``compare()`` and ``run.plot()`` in a kernel: the panel's own charts, live while a run trains."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

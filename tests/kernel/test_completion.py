@@ -1,7 +1,5 @@
 """What a page asks the kernel while a person types: what Tab offers, and what ``?`` shows."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kernel.notebooks import Notebook

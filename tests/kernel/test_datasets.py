@@ -1,7 +1,5 @@
 """Ranks that each read the same data set, tokenizer and model at once, from an empty cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A notebook whose debugger was attached before the first launch, as JupyterLab and VS Code do."""
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Runs that outlive their kernel: launched detached, attached from another kernel, ended there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """However a kernel ends or is interrupted, whatever its ranks do: nobody of ours is left."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

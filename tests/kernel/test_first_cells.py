@@ -4,8 +4,6 @@ Each is written anew. What is not installed is skipped: `make test-libraries` in
 that a line makes are in ``test_library_settings``, many in one kernel.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import textwrap
 

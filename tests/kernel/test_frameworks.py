@@ -1,7 +1,5 @@
 """Training functions of other frameworks run unchanged, as a world of 2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

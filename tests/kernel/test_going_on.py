@@ -1,7 +1,5 @@
 """A person stops a training in a notebook, goes on with another rate, and clones it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a notebook's cells import, its ranks have without importing it again."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What cells did to libraries, ranks have as well, or it is named: in a real kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``runs()`` and ``compare()`` as a notebook shows them: a table of the runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

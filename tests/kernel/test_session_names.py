@@ -1,7 +1,5 @@
 """Which names of the notebook reach the ranks of ``%%accelerate``, in a real kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """``%%accelerate`` on persistent workers, in a real kernel: what one cell leaves the next finds."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The job script of the docs: a JupyterLab whose notebooks train on the other nodes, too."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

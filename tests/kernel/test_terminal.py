@@ -1,7 +1,5 @@
 """IPython in a terminal: no kernel and no page, but lines, bars, sessions, a debugger, Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a notebook really holds travels to the ranks and comes back, in a real kernel."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A kernel that fetches the launcher has its template started, and its first launch is quick."""
 
-from __future__ import annotations
-
 from tests.interpreters import run_script
 from tests.kernel.notebooks import SLOW, Notebook
 from tests.waiting import eventually

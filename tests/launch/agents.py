@@ -1,7 +1,5 @@
 """The kernel's part, played by hand: real agents and ranks at the other end of real channels."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

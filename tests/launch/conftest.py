@@ -1,7 +1,5 @@
 """A notebook and its ranks, for the tests of what crosses between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What is found on a machine that launches, and on ones that do not."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """An exported run is a script that torchrun runs: the notebook's own statements, and never data."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

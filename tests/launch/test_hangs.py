@@ -1,7 +1,5 @@
 """Runs that hang on purpose, and one that only seems to: real ranks, real stacks."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

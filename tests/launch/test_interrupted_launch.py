@@ -1,7 +1,5 @@
 """An interrupt at any instant of a launch leaves no folder, no descriptor and no run behind."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import os

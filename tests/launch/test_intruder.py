@@ -1,7 +1,5 @@
 """Another user of this machine can neither read a run, nor change it, nor take its port."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """What a launch needs of its parts together, beyond the contract that every engine keeps."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

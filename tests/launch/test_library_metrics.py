@@ -4,8 +4,6 @@ The functions are as public examples have them. What is not installed is skipped
 test-libraries` installs all.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 from pathlib import Path

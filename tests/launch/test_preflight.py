@@ -1,7 +1,5 @@
 """A launch that cannot go well ends before it begins, and says what to do."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

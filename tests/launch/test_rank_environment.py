@@ -1,7 +1,5 @@
 """The variables of ranks: whose word counts, and what a kernel keeps to itself."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

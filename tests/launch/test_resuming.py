@@ -1,7 +1,5 @@
 """Launches that go on from where a run was stopped, or from a checkpoint, in real processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """The list of this kernel's runs, which several threads change."""
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import replace

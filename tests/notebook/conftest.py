@@ -1,7 +1,5 @@
 """What an open page showed is added to the report of a browser test that failed."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real kernels, of several versions of ipykernel, driven as a page drives them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

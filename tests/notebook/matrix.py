@@ -6,8 +6,6 @@ Not collected by `make test`, which tries the installed kernel in the browser; `
 tries two others there.
 """
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Iterator

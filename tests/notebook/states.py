@@ -1,7 +1,5 @@
 """States of runs, made from the messages that ranks send."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

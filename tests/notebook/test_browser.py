@@ -2,8 +2,6 @@
 and where the page or the kernel goes meanwhile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

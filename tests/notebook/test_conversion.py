@@ -4,8 +4,6 @@ Prices look like mathematics to pages ("$5 or $6"), and an empty line ends HTML 
 comes after it, a traceback of the user's, would be read as Markdown.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from html.parser import HTMLParser
 

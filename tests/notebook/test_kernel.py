@@ -1,7 +1,5 @@
 """The view in a real kernel, driven as a page drives it."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Callable, Iterator

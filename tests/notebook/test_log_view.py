@@ -1,7 +1,5 @@
 """The widgets of the log, without a page: what each message would say."""
 
-from __future__ import annotations
-
 import re
 import time
 from typing import Any

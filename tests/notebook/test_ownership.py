@@ -1,7 +1,5 @@
 """Whether a session gets a name again: what a look at a value sees, and what it costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

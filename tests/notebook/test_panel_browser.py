@@ -1,7 +1,5 @@
 """What a person clicks and types, in JupyterLab and in Notebook 7: panel, sessions, form."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Sequence

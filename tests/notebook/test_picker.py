@@ -1,7 +1,5 @@
 """The form for the settings of a launch: its rows, texts and what it does with a bad value."""
 
-from __future__ import annotations
-
 import re
 import resource
 import threading

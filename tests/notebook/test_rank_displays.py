@@ -1,7 +1,5 @@
 """What ranks display as one piece of HTML, for a cell that has ended."""
 
-from __future__ import annotations
-
 import base64
 from types import SimpleNamespace
 

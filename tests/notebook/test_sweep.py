@@ -1,7 +1,5 @@
 """Sweeps: trials are real runs on real processes; what is bad is told before or after."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

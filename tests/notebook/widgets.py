@@ -1,7 +1,5 @@
 """Widgets as a person finds them: by their label, by their class on the page, by their text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ipywidgets.widgets import widget as widget_module

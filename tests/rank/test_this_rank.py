@@ -1,7 +1,5 @@
 """Who a rank is, wherever its code asks, and what it says to whom."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import threading

@@ -1,7 +1,5 @@
 """Charts, live and saved: which lines, how much of them, and what they say in words."""
 
-from __future__ import annotations
-
 import base64
 import math
 import random

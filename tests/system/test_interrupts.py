@@ -1,7 +1,5 @@
 """Interrupts neither tear what must be whole nor get lost."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The limit of open files of the notebook's own process."""
 
-from __future__ import annotations
-
 from notebook_accel.system.limits import check_open_files
 from tests.descriptors import open_descriptors
 from tests.interpreters import run_script

@@ -1,7 +1,5 @@
 """Ending descendants: many, kept ones, and those that cannot be ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

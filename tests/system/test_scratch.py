@@ -1,7 +1,5 @@
 """What multiprocessing leaves when its processes are killed is removed with the run."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import multiprocessing.synchronize

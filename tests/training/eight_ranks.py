@@ -3,8 +3,6 @@
 Trainings, twins and tolerances are those of ``test_matrix`` and ``test_context``.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training import test_context, test_matrix

@@ -5,8 +5,6 @@ meet over gloo through a file, so that no port is taken. A call has a deadline, 
 process of it is dead; the helper ends with the tests.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

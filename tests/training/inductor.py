@@ -1,7 +1,5 @@
 """Training by what inductor builds (``make test-inductor``): its C++ compiler takes a minute."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

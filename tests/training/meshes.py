@@ -9,8 +9,6 @@ most a few hundred terms of order 1, so losses and weights may part by some 1e-6
 that used a wrong gradient (a share missing, one counted twice) is off by 1e-3 and more.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ Each rank has the full model. The gradient of a weight is averaged over the rank
 backward has it, without buckets and without a wrapper: DDP in its simplest form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The loop of the documentation, whose one line begins a training or goes on with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

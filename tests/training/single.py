@@ -1,7 +1,5 @@
 """A test process that is a rank of its own, with no memory of the test before."""
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Any
 

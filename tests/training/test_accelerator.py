@@ -1,7 +1,5 @@
 """The Accelerator as its users meet it: arguments, prepare, reports, and many ranks at once."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

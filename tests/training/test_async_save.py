@@ -1,7 +1,5 @@
 """``save_state(async_save=True)``: what was there at the call is written while training goes on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

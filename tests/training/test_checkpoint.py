@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, readable without trust, numbered without collisions."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

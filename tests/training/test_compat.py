@@ -1,7 +1,5 @@
 """The paths by which code imports Accelerate lead to the same names under ours."""
 
-from __future__ import annotations
-
 import logging
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """Compiling whole models and repeated blocks; the backend is "eager", so that nothing is built."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

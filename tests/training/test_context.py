@@ -4,8 +4,6 @@ On the CPU, keys and values are gathered; torch's ring, which accelerators use, 
 Tolerances are those of ``meshes``, and in bf16 and fp16 those of ``test_matrix``.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ Four ranks make two shares of the data: ranks 0 and 1 read the first, ranks 2 an
 What each reads is what two plain ranks would read, and what is gathered counts each sample once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

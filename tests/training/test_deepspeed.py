@@ -5,8 +5,6 @@ case after that 0.1 to 1 s. Tolerances are those of ``meshes``. Under bf16 DeepS
 in 16 bits beside those that it steps, so each product is rounded once and each weight once more.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a user may ask DeepSpeed for, and what is refused; nothing here needs the library."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

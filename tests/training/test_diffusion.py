@@ -1,7 +1,5 @@
 """Rank 0 alone saves in a script of which only the import is changed: resumed, its losses equal."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

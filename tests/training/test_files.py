@@ -1,7 +1,5 @@
 """Replacing folders: killed at any step, the folder that was good last is the one that loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training in 8 bits by torchao: emulated where that is installed, else refused with a reason."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

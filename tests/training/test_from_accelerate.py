@@ -1,7 +1,5 @@
 """What is not ours comes from Accelerate by our doors, and works in ranks of ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Accelerate's functions for weights in parts: saved and loaded by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES (read here as the plugin is made). ACCE
 compared in ``test_compiling``.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Each sample counted once: gather_for_metrics over every kind of loader, on real ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace

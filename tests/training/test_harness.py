@@ -1,7 +1,5 @@
 """What runs functions on ranks, for the other tests."""
 
-from __future__ import annotations
-
 import subprocess
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank that is killed at a random instant: a few of the instants of ``make test-kills``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The Accelerator in ranks that the launcher started: what it reports, and what comes back."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

@@ -1,7 +1,5 @@
 """The order of prepared loaders: the seed's, the user's, and the same on every rank."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from typing import Any

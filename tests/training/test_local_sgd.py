@@ -1,7 +1,5 @@
 """Ranks that train on their own between averages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

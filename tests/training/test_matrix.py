@@ -21,8 +21,6 @@ that root is ``SMALLEST``, so that an error of a gradient moves a weight by no m
 ``lr / SMALLEST`` of it, which is the rate of SGD.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from itertools import chain
 from typing import Any

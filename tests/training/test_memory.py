@@ -1,7 +1,5 @@
 """Smaller batches after an out-of-memory error, and memory that is given back."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Training over a device mesh equals the single process: shards, divided layers, replicas."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from functools import cache

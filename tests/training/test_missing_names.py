@@ -1,7 +1,5 @@
 """A private name of torch that is gone turns its feature off, with one line; training goes on."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import re

@@ -1,7 +1,5 @@
 """A checkpoint of the middle of an accumulation window: what resumes from it reads it again."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prepared optimizers: windows, whose gradients are cleared, and optimizers nobody prepared."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys

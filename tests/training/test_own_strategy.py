@@ -1,7 +1,5 @@
 """A strategy that a user wrote (``own_strategy``) trains, accumulates, saves and resumes as DDP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

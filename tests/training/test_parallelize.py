@@ -3,8 +3,6 @@
 Tolerances are those of ``meshes``, and in bf16 those of ``test_matrix``.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

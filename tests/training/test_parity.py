@@ -11,8 +11,6 @@ with one rank's shares computed one after the other rounds exactly like the rank
 float32's tolerance in every precision.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from contextlib import nullcontext

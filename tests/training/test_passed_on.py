@@ -1,7 +1,5 @@
 """Arguments that are handed on reach what they are for: torch's wrappers, loaders, profilers."""
 
-from __future__ import annotations
-
 import math
 import os
 from datetime import timedelta

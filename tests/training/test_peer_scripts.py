@@ -7,8 +7,6 @@ one after the other, on one CPU rank and then on two. A check that ours does not
 in ``DIFFERENT`` (docs/from-accelerate.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -3,8 +3,6 @@
 Tolerances are those of ``meshes``: micro-batches add up the same products in another order.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mixed precision: settings, the forward under autocast and back, loss scaling on the CPU."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any, NamedTuple

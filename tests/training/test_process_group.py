@@ -1,7 +1,5 @@
 """Groups that are made again and again meet anew each time, at a port that is the run's alone."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A training that is resumed sees the batches that it would have seen."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

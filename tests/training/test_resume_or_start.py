@@ -1,7 +1,5 @@
 """``resume_or_start``: one line that begins anew, or goes on from the newest checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

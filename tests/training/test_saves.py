@@ -1,8 +1,6 @@
 """Saves of several ranks: where models are spread all save together, and learn of every failure;
 where each rank has whole models no rank waits for another, whoever saves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Prepared schedulers: how far they move, when not at all, and when they ran out."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

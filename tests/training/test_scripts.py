@@ -4,8 +4,6 @@ The loops are in ``scripts/``. One launch runs them all on two CPU ranks, with o
 with the other, one loop after the other; the numbers of rank r must be those of Accelerate's.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Seeds, and the same random state on every rank."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each function below is the loop of one article, on tiny models with the interface that it expects.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

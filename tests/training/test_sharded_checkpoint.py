@@ -4,8 +4,6 @@ Each run trains three steps, saves, and trains three more; whoever loads must ge
 those three, in float32 up to the order of sums (see ``meshes``).
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Two runs that save into one folder at the same time: each checkpoint is whole, and all stay."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

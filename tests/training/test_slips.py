@@ -1,7 +1,5 @@
 """Slips that no error tells of: a loader not prepared, a plain backward, a model unwrapped."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Small functions under Accelerate's names do what they do there."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from typing import Any

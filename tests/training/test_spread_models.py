@@ -3,8 +3,6 @@
 The loop, its cases and its tolerances are those of ``meshes``; the twin is plain torch.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a rank stands: states that are views, groups that stay on this machine, rank by rank."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

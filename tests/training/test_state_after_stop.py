@@ -1,7 +1,5 @@
 """Stop and Interrupt keep what was being trained."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

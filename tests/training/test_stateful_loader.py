@@ -1,7 +1,5 @@
 """Loaders of datasets that say themselves how far they are, by torchdata."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Where the time of launched ranks' steps goes, as measured while they train on CPUs."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which strategy is taken, and what every strategy promises beside its own tests."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

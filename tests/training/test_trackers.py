@@ -1,7 +1,5 @@
 """``log_with``: which trackers it comes to, and when each of their methods is called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

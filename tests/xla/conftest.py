@@ -1,7 +1,5 @@
 """Skips all of this folder, visibly, where torch_xla is not installed, and says which device."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path

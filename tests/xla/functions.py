@@ -1,7 +1,5 @@
 """Trainings for ranks of torch_xla, and for one process on the CPU, which must come to the same."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

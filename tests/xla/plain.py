@@ -1,7 +1,5 @@
 """Scripts in plain Python, without a launcher: one rank on torch_xla's CPU device."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ at a time here; the second finds what the first has compiled. Each collective ge
 own, and none may differ from rank to rank.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """The articles' loops on torch_xla, with nothing changed but the import."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ One rank has its process for itself, as on TPUs whose chips have one core. Two r
 one process there, as on those whose chips have two.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

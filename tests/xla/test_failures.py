@@ -1,7 +1,5 @@
 """Ranks that fail, die or are stopped: threads of one process, which dies for both of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """From a real kernel: a function of a cell, twice in a row; the kernel never imports torch_xla."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

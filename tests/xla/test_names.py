@@ -1,7 +1,5 @@
 """Every name of torch_xla that the package uses is there in the pinned one, and not deprecated."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

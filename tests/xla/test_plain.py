@@ -1,7 +1,5 @@
 """``Accelerator()`` in plain Python, without a launcher: one rank on torch_xla's CPU device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

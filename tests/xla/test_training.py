@@ -1,7 +1,5 @@
 """Trainings on torch_xla come to what one process on the CPU comes to, on one rank and on two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

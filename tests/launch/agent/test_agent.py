@@ -1,7 +1,5 @@
 """An agent of the template and its ranks, all of them real, with the kernel's part in the test."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

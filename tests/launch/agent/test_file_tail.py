@@ -1,7 +1,5 @@
 """Following a growing file."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 from collections.abc import Iterator

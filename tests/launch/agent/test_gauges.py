@@ -1,7 +1,5 @@
 """The device of a rank: CUDA's number of it is not always NVML's."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A pool and calls on it, with the agents' ends of real connections in the hands of the test."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """One call, from its sending to its verdict, on a pool whose agent is played by the test."""
 
-from __future__ import annotations
-
 import gc
 import operator
 import time

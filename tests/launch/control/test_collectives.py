@@ -1,7 +1,5 @@
 """From each rank's newest collectives to the first at which they differ."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Curves of bounded size that lose no peak."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import pairwise

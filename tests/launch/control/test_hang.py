@@ -1,7 +1,5 @@
 """From stacks, as text, to who waits for whom."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics on disk: all of them come back, a full disk costs no training, a sample is quick."""
 
-from __future__ import annotations
-
 import math
 import os
 from itertools import pairwise

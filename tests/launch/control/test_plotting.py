@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from notebook_accel.launch.control.curves import metric_curves, number_steps, plot_together

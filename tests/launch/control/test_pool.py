@@ -1,7 +1,5 @@
 """The pool passes on, keeps its agents in step, and outlives none of them."""
 
-from __future__ import annotations
-
 import errno
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Results in files: read again by any process of the user, and refused where they are damaged."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

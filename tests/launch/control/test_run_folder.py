@@ -1,7 +1,5 @@
 """The folder of a run: what is kept, what goes, and what is never touched."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

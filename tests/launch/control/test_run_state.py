@@ -1,7 +1,5 @@
 """A run's state after each message: a new value, small, whatever comes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stacks are read by people: the cell's own names, nothing of ours, and libraries folded."""
 
-from __future__ import annotations
-
 from notebook_accel.launch.control.stacks import fold_frames, readable, stacks_text
 
 _DUMP = """Thread 0x04 (most recent call first):

@@ -1,7 +1,5 @@
 """Which rank is the cause of a failure, and what the error says of it and of the others."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

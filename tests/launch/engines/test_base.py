@@ -1,7 +1,5 @@
 """A run is listed once its call can be ended; no agent outlives a start that fails."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The engine for a debugger: one rank, in this process, on this process's own objects."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """The local engine: how many ranks there are, and how the kernel holds the agent that it forked."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

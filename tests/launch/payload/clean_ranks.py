@@ -4,8 +4,6 @@ A :class:`Notebook` runs cells as a kernel does, in a ``__main__`` of its own. I
 from a process that was started by exec and has never seen a cell, as the real ones are.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import pickle

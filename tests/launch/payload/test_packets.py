@@ -1,7 +1,5 @@
 """A pickled value comes back as it was, however large, and leaves no descriptor open."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

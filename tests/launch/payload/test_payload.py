@@ -1,7 +1,5 @@
 """What goes to a rank, what comes back, and what neither leaves behind."""
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -1,7 +1,5 @@
 """What cannot travel is named, with where it is used and what to do, before any process starts."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What cells set up in the notebook holds in its ranks, as in a fork of the notebook."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The kernel's handle of a template: what it is asked, and what it answers."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

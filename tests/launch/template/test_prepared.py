@@ -1,7 +1,5 @@
 """What notebooks import is imported once for all ranks, unless it would not survive a fork."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

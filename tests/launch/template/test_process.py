@@ -1,7 +1,5 @@
 """The template's own process: what it forks, what it says of those that end, what it keeps."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

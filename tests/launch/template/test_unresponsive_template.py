@@ -1,7 +1,5 @@
 """A template that does not answer: a launch gets a new one, within a bounded time."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Output as a terminal would show it, however it is cut into pieces."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A channel carries whole messages, and nothing of a peer that is not what it should be."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

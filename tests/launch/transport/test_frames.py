@@ -1,7 +1,5 @@
 """What are descriptors on one machine travels as bytes to another, whatever else is said."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """The table of steps, and the sentences on what slows them down."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The summary as lines of text, whatever names the function gave."""
 
-from __future__ import annotations
-
 import pytest
 
 from notebook_accel import wire

@@ -1,7 +1,5 @@
 """Bars of tqdm report to their rank, whatever way they are made."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

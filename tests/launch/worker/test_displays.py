@@ -1,7 +1,5 @@
 """What a rank displays reaches the notebook as data by MIME type."""
 
-from __future__ import annotations
-
 import base64
 import os
 import re

@@ -1,7 +1,5 @@
 """A rank that has returned ends soon, whatever processes it has started."""
 
-from __future__ import annotations
-
 from tests.interpreters import run_script
 
 _PROGRAM = """

@@ -1,7 +1,5 @@
 """A rank's newest collectives, from entries as torch's flight recorder has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How a rank finds the connections on which other ranks may wait, and leaves its groups."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

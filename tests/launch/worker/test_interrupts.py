@@ -1,7 +1,5 @@
 """A rank's messages reach its agent whole, whoever reports in the middle of a report."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """What a rank's process does between calls, how a call ends, what the words of an error say."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

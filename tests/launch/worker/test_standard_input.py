@@ -1,7 +1,5 @@
 """What code that asks a person finds in a rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from notebook_accel import WorkerError, notebook_launcher

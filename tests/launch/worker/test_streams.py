@@ -1,7 +1,5 @@
 """What a rank prints goes to its file; a disk that is full costs the output, never the run."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Loops that leave early, resume, save in their own way, or train without a loader."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

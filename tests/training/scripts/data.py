@@ -1,7 +1,5 @@
 """Loops whose data is out of the ordinary."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loops of image scripts: timm-like training, detection, GANs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

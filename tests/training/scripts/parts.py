@@ -1,7 +1,5 @@
 """Models and data of the loops: tiny, and alike in every process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Loops of transformers' examples without the Trainer."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The module ``torch.sim``: what ``torch.cuda`` is for CUDA."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
