@@ -163,6 +163,7 @@ def notes_on_the_library(folder: str, precision: str) -> dict[str, Any]:
     accelerator.register_for_checkpointing(lr_scheduler)
     accelerator.save_state(f"{folder}/state")
     accelerator.load_state(f"{folder}/state")
+    accelerator.wait_for_everyone()  # a rank that came late to the save adds its files itself
     if accelerator.is_main_process:
         accelerator.print("Test!")
     return {

@@ -179,7 +179,7 @@ _MAX_NAMES = 8
 _MAX_CELL = 24
 _MAX_ERROR = 80
 # Bytes of the rows that a live panel shows: with the chart it has 20 KB at most.
-_LIVE_BYTES = 9_000
+_LIVE_BYTES = 8_500
 # A row picks its trial in the list above.
 _PICK = pick_script("[data-n]", "r.dataset.n", "na-trial-filter")
 

@@ -1,7 +1,5 @@
 """Ranks that are threads of one process (on torch_xla: tests/xla)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
