@@ -39,11 +39,7 @@ class CommandHelp(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         command = [sys.executable, "-m", "notebook_accel", *self.arguments, "--help"]
         done = subprocess.run(
-            command,
-            env={**os.environ, "COLUMNS": "80"},
-            capture_output=True,
-            text=True,
-            check=True,
+            command, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True
         )
         block = nodes.literal_block(done.stdout, done.stdout, language="text")
         return [block]

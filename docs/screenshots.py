@@ -342,13 +342,7 @@ def take_doctor(lab: Lab, browser: Browser, out: Path) -> None:
 
 def take_plots(lab: Lab, browser: Browser, out: Path) -> None:
     """Charts of a run, two together with their table, and the table of all runs."""
-    page = _open(
-        lab,
-        browser,
-        "plots",
-        PLOT,
-        "display(runs[0].plot(), compare(*runs))\nboard()",
-    )
+    page = _open(lab, browser, "plots", PLOT, "display(runs[0].plot(), compare(*runs))\nboard()")
     page.output(2).locator("img").nth(1).wait_for(timeout=60_000)
     _picture(page, out, "plots")
     page.close()

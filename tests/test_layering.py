@@ -34,16 +34,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "actions": {"errors", "system", "wire"},
     "rank": {"errors", "actions", "wire"},
-    "launch": {
-        "errors",
-        "actions",
-        "config",
-        "private",
-        "rank",
-        "system",
-        "tpu",
-        "wire",
-    },
+    "launch": {"errors", "actions", "config", "private", "rank", "system", "tpu", "wire"},
     "training": {
         "errors",
         "tpu",

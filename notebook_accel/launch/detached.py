@@ -87,9 +87,7 @@ def launch_detached(request: LaunchRequest, packed: PackedCall, notebook_file: s
         notebook_file: path of the notebook's file; "" for none.
     """
     asked = replace(
-        request.without_function(),
-        view=GuardedView(View()),
-        run_id=request.run_id or new_run_id(),
+        request.without_function(), view=GuardedView(View()), run_id=request.run_id or new_run_id()
     )
     about = {"models": packed.models, "uses_torch": packed.uses_torch}
     with without_debugger(), tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:

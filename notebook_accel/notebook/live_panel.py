@@ -181,12 +181,7 @@ class LivePanel:
     """
 
     def __init__(
-        self,
-        run: Run,
-        *,
-        lasting: PanelBox,
-        clicks: ClicksAfterTheCell,
-        below: Callable[[], Any],
+        self, run: Run, *, lasting: PanelBox, clicks: ClicksAfterTheCell, below: Callable[[], Any]
     ) -> None:
         self._run = run
         self._lasting = lasting

@@ -207,8 +207,7 @@ def check(context: str, ours: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "context",
-    with_long_ones({name: row[0] for name, row in CONTEXTS.items() if row[0] < 8}),
+    "context", with_long_ones({name: row[0] for name, row in CONTEXTS.items() if row[0] < 8})
 )
 def test_divided_sequences_equal_one_process(context: str) -> None:
     for of_rank in trained(CONTEXTS[context][0]):

@@ -104,11 +104,7 @@ STRATEGIES: dict[str, tuple[int, int, Any]] = {
     "pipeline x fsdp": (4, 2, partial(asked_for, pp_size=2, dp_shard_size=2)),
     "pipeline x tensor": (4, 1, partial(asked_for, pp_size=2, tp_size=2)),
     # By ``make test-eight``.
-    "pipeline x fsdp x tensor": (
-        8,
-        2,
-        partial(asked_for, pp_size=2, dp_shard_size=2, tp_size=2),
-    ),
+    "pipeline x fsdp x tensor": (8, 2, partial(asked_for, pp_size=2, dp_shard_size=2, tp_size=2)),
     "pipeline x replicas x fsdp": (
         8,
         4,
@@ -236,8 +232,7 @@ def check(strategy: str, precision: str, ours: dict[str, Any], float_error: floa
 # On a busy machine four ranks share less than one core: the deadline is that of ``run_ranks``.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "strategy",
-    with_long_ones({name: row[0] for name, row in STRATEGIES.items() if row[0] < 8}),
+    "strategy", with_long_ones({name: row[0] for name, row in STRATEGIES.items() if row[0] < 8})
 )
 def test_a_strategy_equals_one_process(strategy: str) -> None:
     skip_unless_it_runs(strategy)

@@ -64,11 +64,7 @@ DECODER = {"make": lambda: make(Deep()), "whole": True, "batch": 4, "look": eval
 SEQUENTIAL = {**DECODER, "make": lambda: make(chain())}
 CASES: dict[str, dict[str, Any]] = {
     "decoder": DECODER,
-    "sequential, uneven end": {
-        **SEQUENTIAL,
-        "make": lambda: make(chain(), "sgd"),
-        "samples": 13,
-    },
+    "sequential, uneven end": {**SEQUENTIAL, "make": lambda: make(chain(), "sgd"), "samples": 13},
     "accumulation, clipping a window": {**DECODER, "accumulate": 2, "clip": 0.05},
     "clipping the largest and by value": {
         **SEQUENTIAL,
@@ -76,12 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
         "norm": "inf",
         "clip_value": 0.003,
     },
-    "gradients exchanged at every batch": {
-        **DECODER,
-        "accumulate": 2,
-        "each": True,
-        "samples": 10,
-    },
+    "gradients exchanged at every batch": {**DECODER, "accumulate": 2, "each": True, "samples": 10},
 }
 # The matrix has the first; what writes files by rank trains as what does not.
 TRAINED = [name for name in PIPELINES if name not in ("1F1B", BY_RANK)]

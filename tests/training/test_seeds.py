@@ -200,11 +200,7 @@ def everything_prepared() -> dict[str, Any]:
         scheduler.step()
         steps += 1
     after = loss_function(model(everything[0]), everything[1]).item()
-    return {
-        "steps": steps,
-        "rate": scheduler.get_last_lr()[0],
-        "fell": after < before,
-    }
+    return {"steps": steps, "rate": scheduler.get_last_lr()[0], "fell": after < before}
 
 
 def all_loops(folder: str, precision: str) -> dict[str, Any]:

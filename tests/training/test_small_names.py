@@ -19,8 +19,7 @@ from tests.training.single import forget_states
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["DDPCommunicationHookType", "DynamoBackend", "LoggerType", "PrecisionType", "RNGType"],
+    "name", ["DDPCommunicationHookType", "DynamoBackend", "LoggerType", "PrecisionType", "RNGType"]
 )
 def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
     ours, theirs = getattr(utils, name), getattr(peer, name)

@@ -250,8 +250,7 @@ class RankCall(Call):
         """
         is_detached, request = new.state.detached, new.request
         super().__init__(
-            new,
-            results=StoredResults(new.folder.path) if is_detached else Results(packed.registry),
+            new, results=StoredResults(new.folder.path) if is_detached else Results(packed.registry)
         )
         # Reentrant: a finalizer that stops the call may run in a thread that holds it.
         self._state_lock = threading.RLock()

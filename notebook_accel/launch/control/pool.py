@@ -229,10 +229,7 @@ class RankPool:
             self.check_free()
             self._num_calls += 1
             message = msgspec.structs.replace(
-                message,
-                run=self.run,
-                call=self._num_calls,
-                group_generation=self._group_generation,
+                message, run=self.run, call=self._num_calls, group_generation=self._group_generation
             )
             self._is_shutting_down = message.last
             has_several = len(self._all_links) > 1
@@ -286,10 +283,7 @@ class RankPool:
     # ---- what anybody may ask ----------------------------------------------------------------
 
     def send(
-        self,
-        message: wire.Message,
-        fds: Sequence[int] = (),
-        to: Sequence[AgentLink] | None = None,
+        self, message: wire.Message, fds: Sequence[int] = (), to: Sequence[AgentLink] | None = None
     ) -> None:
         """Send a message to agents, all if ``to`` is None."""
         with held(), self._lock:

@@ -202,10 +202,7 @@ def unpack_call(
     # no objects.
     known = {number: one for number, one in (sent_before or {}).items() if number in still_there}
     return UnpackedCall(
-        function=function,
-        args=args,
-        kwargs=kwargs,
-        sent={**known, **dict(enumerate(sent, first))},
+        function=function, args=args, kwargs=kwargs, sent={**known, **dict(enumerate(sent, first))}
     )
 
 
@@ -270,9 +267,7 @@ def _unique(values: Iterator[str]) -> tuple[str, ...]:
 
 
 def pack_result(
-    value: object,
-    call: UnpackedCall | None = None,
-    notice: Callable[[str], None] | None = None,
+    value: object, call: UnpackedCall | None = None, notice: Callable[[str], None] | None = None
 ) -> Packed:
     """Pickle the value that a rank returned.
 

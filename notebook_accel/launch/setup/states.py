@@ -389,10 +389,7 @@ def apply(state: dict[str, Any]) -> None:
 
 
 def apply_generators(
-    python: tuple[Any, ...],
-    numpy: dict[str, Any] | int,
-    torch_seed: int,
-    torch_state: bytes | None,
+    python: tuple[Any, ...], numpy: dict[str, Any] | int, torch_seed: int, torch_state: bytes | None
 ) -> None:
     """Set the random generators of Python, numpy and torch in this process to the given states."""
     import numpy as np

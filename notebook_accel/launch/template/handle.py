@@ -410,11 +410,7 @@ def follow(items: Iterable[wire.ImportItem]) -> None:
         new = tuple(dict.fromkeys(item for item in items if item not in known))
         if not new or not _is_warm:
             return
-        message = wire.Import(
-            items=new,
-            environment=kept_environment(),
-            path=tuple(import_path()),
-        )
+        message = wire.Import(items=new, environment=kept_environment(), path=tuple(import_path()))
         _followed.append(message)
         if _current is not None and _current.alive:
             _current.import_soon(message)

@@ -188,9 +188,7 @@ def _new_certificate() -> tuple[bytes, bytes]:
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     encoding = serialization.Encoding
     return private + certificate.public_bytes(encoding.PEM), certificate.public_bytes(encoding.DER)

@@ -40,7 +40,7 @@ def answer(*begun: tuple[Any, ...], first: int = 1, done: int = 0, **groups: Any
                 ),
             )
             for number, (operation, sizes) in enumerate(begun, first)
-        ),
+        )
     )
 
 
