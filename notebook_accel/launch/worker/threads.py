@@ -73,6 +73,11 @@ class Host:
         return self._exit_code
 
     def _begin(self, first: main.Inherited) -> None:
+        import torch
+
+        # Before there are other threads: after a fork, torch makes its pool anew when the number is
+        # first set, and two threads that set it at once crash.
+        torch.set_num_threads(first.launch.num_threads)
         main.name_rank(first)
         streams.redirect(first.log, on_lost=lambda _: None)
         for name in ("stdout", "stderr"):
