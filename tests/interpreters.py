@@ -1,8 +1,9 @@
-"""Scripts that need a process that has imported nothing yet."""
+"""Commands, and scripts that need a process that has imported nothing yet."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -10,10 +11,22 @@ def run_script(
     script: str, *args: str, folder: Path | None = None, timeout: float = 110, **variables: str
 ) -> str:
     """Return what a script prints in an interpreter of its own, which has to end well."""
+    variables = {**os.environ, **variables}
+    return run([sys.executable, "-c", script, *args], variables, folder=folder, timeout=timeout)
+
+
+def run(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+    timeout: float = 110,
+) -> str:
+    """Return what a command prints that has these environment variables, and has to end well."""
     done = subprocess.run(
-        [sys.executable, "-c", script, *args],
+        command,
         cwd=folder,
-        env={**os.environ, **variables},
+        env=variables,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -21,6 +21,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from packaging.requirements import Requirement
 
 from notebook_accel.training.tracking import LOGGER_TYPE_TO_CLASS
+from tests import interpreters
 from tests.notebook.kernels import Kernel, kernel_manager
 from tests.public import DOORS, PACKAGE, public_names
 
@@ -56,18 +57,8 @@ def _without_path() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
 
 
-def run(command: Sequence[str], folder: Path, *, timeout: float = 110) -> str:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=_without_path(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(command: Sequence[str], folder: Path) -> str:
+    return interpreters.run(command, _without_path(), folder=folder)
 
 
 def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
