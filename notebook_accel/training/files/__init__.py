@@ -355,21 +355,24 @@ class Format:
 
     def read_model(self, model: Module, folder: Path, index: int) -> dict[str, Any] | None:
         """Return the whole weights of model ``index``; None if the model has got its parts."""
-        safe = folder / numbered("model", index, ".safetensors")
-        plain = folder / numbered(self.stem, index, ".bin")
-        of_save_state = folder / numbered("pytorch_model", index, ".bin")
-        if of_save_state.exists() and not (plain.exists() or safe.exists()):
-            plain = of_save_state
+        paths = [
+            folder / numbered("model", index, ".safetensors"),
+            folder / numbered(self.stem, index, ".bin"),
+        ]
+        if not self.safe:
+            paths.reverse()
+        paths.append(folder / numbered("pytorch_model", index, ".bin"))  # as save_state() names it
+        path = required(next((path for path in paths if path.exists()), paths[0]))
         state: dict[str, Any]
-        if plain.exists() and not (self.safe and safe.exists()):
-            state = read_state(plain, on_host(self.options))
+        if path.suffix == ".bin":
+            state = read_state(path, on_host(self.options))
             return state
         try:
-            state = load_file(required(safe if self.safe or safe.exists() else plain))
-            with safe_open(safe, framework="pt") as file:
+            state = load_file(path)
+            with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
         except SafetensorError as error:
-            raise NotebookAccelError(explain(safe, error)) from error
+            raise NotebookAccelError(explain(path, error)) from error
         header.pop("format", None)  # "pt", by which libraries know the file: no weight's other name
         return {**{name: state[kept] for name, kept in header.items() if kept in state}, **state}
 
