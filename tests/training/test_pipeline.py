@@ -14,7 +14,7 @@ from torch import nn
 
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.config.checks import too_old_torch
-from notebook_accel.training.models import has_parts
+from notebook_accel.training.models import has_parts, weights_of
 from notebook_accel.training.strategies.pipeline import balance
 from tests.training.harness import refusal_of, run_ranks, skip_unless_it_runs, with_long_ones
 from tests.training.meshes import (
@@ -176,6 +176,29 @@ def save_an_earlier_state(folder: str) -> bool:
 
 def test_a_state_dict_is_saved_as_it_is(tmp_path: Path) -> None:
     assert run_ranks(save_an_earlier_state, 2, str(tmp_path)) == [True, True]
+
+
+def save_a_state_of_all_stages(folder: str) -> bool:
+    accelerator = accelerator_for(THREE)
+    model, optimizer = accelerator.prepare(*make(Deep()))
+    inputs, targets = data(4).tensors
+
+    def train_and_save(name: str) -> dict[str, Any]:
+        accelerator.forward_backward(model, inputs, targets, loss_of)
+        optimizer.step()
+        accelerator.save_state(f"{folder}/{name}")
+        whole: dict[str, Any] = torch.load(f"{folder}/{name}/optimizer.bin")
+        return whole
+
+    optimizer.load_state_dict(train_and_save("first"))
+    steps = {int(one["step"]) for one in train_and_save("second")["state"].values()}
+    at_stop = accelerator._strategy.own_optimizer_state(optimizer.optimizer)
+    own = {index for index, weight in enumerate(weights_of(optimizer)) if weight.numel()}
+    return steps == {2} and at_stop is not None and at_stop["state"].keys() == own
+
+
+def test_a_state_of_all_stages_that_is_loaded_by_hand_does_not_last(tmp_path: Path) -> None:
+    assert run_ranks(save_a_state_of_all_stages, 2, str(tmp_path)) == [True, True]
 
 
 def steps_of_a_stage() -> tuple[Any, bool]:

@@ -272,20 +272,31 @@ class PipelineParallel(MeshParallel):
         return recursively_apply(join, values, test_type=lambda value: hasattr(value, _NAMES))
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
-        found = optimizer.state_dict()
+        found = self.own_optimizer_state(optimizer)
         return {**found, "state": self._join(recursively_apply(_whole_on_host, found["state"]))}
 
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return _of_own_weights(optimizer, optimizer.state_dict())
+
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        own = dict(state["state"])
-        for index, weight in enumerate(weights_of(optimizer)):
-            if not weight.numel():  # another stage has it
-                own.pop(index, None)
-        super().load_optimizer_state(optimizer, {**state, "state": own})
+        super().load_optimizer_state(optimizer, _of_own_weights(optimizer, state))
 
     def _join(self, own: dict[Any, Any]) -> dict[Any, Any]:
         """Join the dictionaries of all stages; the last rank's value of a key is taken."""
         of_stages = collectives.gather_object([own], group=self._group)
         return {key: value for found in of_stages for key, value in found.items()}
+
+
+def _of_own_weights(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict without the states of weights that another stage has.
+
+    One that a user has loaded by hand may have brought them, and they are not stepped here.
+    """
+    own = dict(state["state"])
+    for index, weight in enumerate(weights_of(optimizer)):
+        if not weight.numel():
+            own.pop(index, None)
+    return {**state, "state": own}
 
 
 # An attribute of a cut model's state dict: the names of the whole one.
