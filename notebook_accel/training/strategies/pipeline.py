@@ -40,7 +40,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -103,8 +102,6 @@ class PipelineParallel(MeshParallel):
         # Weights that no other stage has.
         self._own = WeakIdKeyDictionary()
         self._num_prepared = 0  # counted, since ranks may forget models at different times
-        # The names in each model's state dict before it was cut.
-        self._state_names: WeakKeyDictionary[Module, list[str]] = WeakKeyDictionary()
 
     @property
     def saves_shards(self) -> bool:
@@ -155,8 +152,7 @@ class PipelineParallel(MeshParallel):
             if weight.requires_grad and weight in self._keys:
                 raise shared_weight(model, name)
         number = self._num_prepared = self._num_prepared + 1
-        self._state_names[model] = list(model.state_dict())
-        note = _name_all(self._state_names[model])
+        note = _name_all([*model.state_dict()])
         model.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
         keys = {name: (number, place) for place, name in enumerate(weights)}
         for name, weight in weights.items():
@@ -249,7 +245,7 @@ class PipelineParallel(MeshParallel):
         return total
 
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
-        if not full or model not in self._state_names:
+        if not full or pipeline_of(model) is None:
             return super().state_dict(model, full=full, keeps=keeps)
         whole: dict[str, Any] = self.make_whole(model.state_dict())
         return whole if keeps else {}
@@ -374,7 +370,6 @@ class Running:
     """The state of a stage's forward; ``received`` is None at the first stage."""
 
     blocks: range
-    is_last: bool
     received: torch.Tensor | None
     seen: list[int] = field(default_factory=list)
 
@@ -555,7 +550,7 @@ class Pipeline:
     def run(self, stage: int, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
         """Run the forward of a stage; ``received`` is None at stage 0."""
         is_last = stage == len(self.ranges) - 1
-        running = self.running = Running(self.ranges[stage], is_last, received)
+        running = self.running = Running(self.ranges[stage], received)
         outputs = None
         try:
             outputs = forward()
