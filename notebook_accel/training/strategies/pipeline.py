@@ -634,14 +634,17 @@ class _Stage(Module):
             outputs = pipeline.end(index, outputs)
         if is_trial:
             set_random_states(states, pipeline.device)
-        elif outputs.requires_grad:
+        elif outputs.requires_grad and pipeline.sharded_blocks:
             # Of the micro-batches, whose backwards run in this order, only the last one reduces the
             # gradients of blocks in parts, and while a window is open none. (Torch's stage does so
             # for a module that is in parts as a whole.)
             is_last = index == pipeline.num_microbatches - 1 and pipeline.exchanges_gradients
-            for block in pipeline.sharded_blocks:
-                reduce = block.set_requires_gradient_sync
-                outputs.register_hook(lambda _, reduce=reduce: reduce(is_last, recurse=False))
+
+            def set_reducing(_: torch.Tensor) -> None:
+                for block in pipeline.sharded_blocks:
+                    block.set_requires_gradient_sync(is_last, recurse=False)
+
+            outputs.register_hook(set_reducing)
         return outputs
 
 
