@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from markupsafe import Markup
 
@@ -43,6 +43,13 @@ _MAX_TRIALS = 200
 _CELL = "white-space:nowrap;text-align:left"
 _CUT = "max-width:220px;overflow:hidden;text-overflow:ellipsis"
 _view_of_past = partial(choose_view, "text")
+
+
+class _Title(NamedTuple):
+    """The title of a column, and whose colour its cells have: "state"'s, or "run" for one each."""
+
+    text: str
+    colour: str = ""
 
 
 class RunTable(list[T]):
@@ -81,7 +88,7 @@ class RunTable(list[T]):
     def _is_sweep(self, group: Sequence[tuple[str, Run]]) -> bool:
         return self._folds_sweeps and group[0][1].state.trial is not None
 
-    def _columns(self, runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[str]]]:
+    def _columns(self, runs: Sequence[tuple[str, Run]]) -> list[tuple[_Title, list[str]]]:
         """Return titles and cells; columns that say nothing new are left out."""
         logged = dict.fromkeys(name for _, run in runs for name in last_values(run.state))
         names = list(logged if self._names is None else self._names)
@@ -90,10 +97,12 @@ class RunTable(list[T]):
         modes = {name: mode_of(name) for name in names[:_MAX_METRICS]}
         if self._sort is not None and self._mode is not None:
             modes[self._sort] = self._mode
+        head = [_Title("run"), _Title("state", "state"), _Title("took"), _Title("arguments")]
         # What went wrong has a place where a page of ordinary width shows it.
-        head = ["run", "state", "took", "arguments", "error"]
-        head += [f"{best}{name_of(name)}" for name in modes for best in ("", "best ")]
-        head += [f"{name_of(next(iter(modes), ''))} curve", "started", "notebook", "id"]
+        head.append(_Title("error", "state"))
+        head += [_Title(f"{best}{name_of(name)}") for name in modes for best in ("", "best ")]
+        head += [_Title(f"{name_of(next(iter(modes), ''))} curve", "run")]
+        head += map(_Title, ("started", "notebook", "id"))
         rows = [_facts(label, run, modes) for label, run in runs]
         columns = zip(head, *rows, strict=True)
         said = [(title, cells) for title, *cells in columns if any(cells)]
@@ -105,7 +114,7 @@ class RunTable(list[T]):
             return "[]"
         groups = self._groups()
         columns = self._columns([group[0] for group in groups if not self._is_sweep(group)])
-        rows = zip(*([title, *cells] for title, cells in columns), strict=True)
+        rows = zip(*([title.text, *cells] for title, cells in columns), strict=True)
         head, *lines = wording.aligned([[*row] for row in rows]) if columns else [""]
         rest = iter(lines)
         found = [_about(each) if self._is_sweep(each) else next(rest) for each in groups]
@@ -128,20 +137,20 @@ class RunTable(list[T]):
             if self._is_sweep(group):
                 lines.append(self._folded(group, max(1, len(columns))))
                 continue
-            status = COLOURS.get(group[0][1].status)
-            colours = {"state": status, "error": status}
-            colours["curve"] = charts.COLOURS[index % len(charts.COLOURS)]
+            colours = {
+                "state": COLOURS.get(group[0][1].status),
+                "run": charts.COLOURS[index % len(charts.COLOURS)],
+            }
             cells = []
             for title, texts in columns:
-                # Of "loss curve" the curve.
-                text, colour = texts[index], colours.get(title.rpartition(" ")[2])
+                text, colour = texts[index], colours.get(title.colour)
                 is_long = len(text) > _MAX_SHOWN
                 parts = _CUT if is_long and cell else "", cell, f"color:{colour}" if colour else ""
                 style = ";".join(filter(None, parts)) or None
                 cells.append(element("td", text, style=style, title=text if is_long else None))
             lines.append(element("tr", *cells))
             index += 1
-        heads = (element("th", title, style=cell or None) for title, _ in columns)
+        heads = (element("th", title.text, style=cell or None) for title, _ in columns)
         return element(
             "table",
             element("thead", element("tr", *heads)),

@@ -20,7 +20,7 @@ from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.runs import RunTable
 from notebook_accel.render.charts import COLOURS, chart, draw_metrics, smoothed
 from notebook_accel.render.markup import message_bytes
-from tests.notebook.states import after, logged, running
+from tests.notebook.states import after, logged, running, with_failed
 from tests.notebook.widgets import field
 from tests.render.test_markup import HOSTILE, Tags
 
@@ -316,8 +316,10 @@ def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs: int) -> N
     assert len(re.findall("data-said='[^']", drawn)) >= 8
 
 
-def live_run(number: int) -> Any:
-    names = ["train/loss", "eval/loss", "eval/accuracy", "learning_rate", "grad_norm", "throughput"]
+NAMES = ("train/loss", "eval/loss", "eval/accuracy", "learning_rate", "grad_norm", "throughput")
+
+
+def live_run(number: int, names: Iterable[str] = NAMES) -> Any:
     value = lambda step: math.exp(-step / (90 + 9 * number)) + math.sin(step * (3 + number)) / 9  # noqa: E731
     curves = live(500, **dict.fromkeys(names, value))
     about = f"lr=0.{number + 1}, width={2**number}, optimizer='adamw', schedule='cosine'"
@@ -340,3 +342,14 @@ def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table() -> None:
     assert (page.tags.count("path"), page.tags.count("tr")) == (60, 11)
     # What a saved notebook keeps of it, too.
     assert len(charts._repr_html_()) < 40_000
+
+
+def test_cells_of_the_table_have_their_colours_whatever_metrics_are_called() -> None:
+    run = live_run(0, ["error", "state", "loss curve"])
+    run.state, run.status = with_failed(run.state, [0], error="ValueError: bad"), "failed"
+    html = str(RunTable([], [("train", run)])._repr_html_())
+    colours = re.findall(r"<td style='[^']*?(?:;color:(#\w+))?'", html)
+    titles = re.findall("<th [^>]*>([^<]*)", html)
+    coloured = [each for each in zip(titles, colours, strict=True) if each[1]]
+    red = "#cf4f57"
+    assert coloured == [("state", red), ("error", red), ("error curve", COLOURS[0])]
