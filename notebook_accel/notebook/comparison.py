@@ -167,27 +167,28 @@ def differing(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def original_of(run: Run) -> tuple[str, dict[str, Curve]]:
-    """Return what the run is called of which this one is a clone or goes on with, and its curves.
+def original_of(run: Run) -> tuple[str, Callable[[], dict[str, Curve]]]:
+    """Return what the run is called of which this one is a clone or goes on with.
 
-    Without one, or where it was deleted, there are none.
+    The function reads its curves: there are none without such a run, or where it was deleted.
     """
     try:
         found = run_list.find_run(run.state.origin) if run.state.origin else None
     except NotebookAccelError:
         found = None
     if found is None:
-        return "", {}
+        return "", dict
     about, _ = differing([found, run])
     name = one_line(found.name, _MAX_LABEL)
     label = one_line(f"{name} ({about})" if about else name, 2 * _MAX_LABEL)
-    return label, curves_of(found)
+    return label, partial(curves_of, found)
 
 
 def snapshot_of(run: Run, state: RunState, **how: Any) -> dict[str, str]:
     """Return the summary of a run, with the curves of its original."""
     curves = curves_of(run, in_detail=True)
-    return snapshot.render_snapshot(state, curves, original=original_of(run), **how)
+    label, read_original = original_of(run)
+    return snapshot.render_snapshot(state, curves, original=(label, read_original()), **how)
 
 
 def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:

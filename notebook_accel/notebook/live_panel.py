@@ -224,7 +224,7 @@ class LivePanel:
         buttons[1:1] = [*self._controls.buttons, *(form.button for form in forms)]
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        self._metrics = MetricsView(widgets, call_of(run).metrics.sample, partial(original_of, run))
+        self._metrics = MetricsView(widgets, call_of(run).metrics.sample, original_of(run))
         self.log = LogView(run.state, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
         gone = element(

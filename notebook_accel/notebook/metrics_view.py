@@ -45,9 +45,9 @@ class MetricsView:
         self,
         widgets: PanelWidgets,
         read_rows: Callable[[], Sequence[Mapping[str, Any]]] = list,
-        find_original: Callable[[], tuple[str, Mapping[str, Curve]]] = lambda: ("", {}),
+        original: tuple[str, Callable[[], Mapping[str, Curve]]] = ("", dict),
     ) -> None:
-        self._find_original = find_original
+        self._original, self._read_original = original
         self._read_rows = read_rows
         # The values of these steps, more than the curves of a run have of them.
         self._steps_read: tuple[float, float] | None = None
@@ -112,7 +112,7 @@ class MetricsView:
             name: max(_between(curve.points(), steps), self._detail.get(name, []), key=len)
             for name, curve in charts.items()
         }
-        label, original = self._find_original()
+        original = self._read_original()
         metrics: dict[str, dict[str, Curve]] = {}
         lines: dict[str, dict[str, Sequence[Point]]] = {}
         for name, curve in charts.items():
@@ -124,7 +124,7 @@ class MetricsView:
             elif smoothing:
                 lines[name]["as logged"] = points[name]
         is_there = any(len(each) > 1 for each in metrics.values())
-        about = element("div", f"pale: {label}", class_="na-original")
+        about = element("div", f"pale: {self._original}", class_="na-original")
         # The last page is as high as the others.
         places = _PAGE_SIZE if len(group) > _PAGE_SIZE else 0
         drawn = draw_metrics(metrics, points=lines, num_places=places, is_live=True, is_log=is_log)

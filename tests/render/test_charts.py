@@ -196,7 +196,7 @@ def test_an_infinite_value_of_a_range_of_steps_leaves_the_logarithmic_scale() ->
 
 
 def test_a_range_of_steps_without_values_has_no_chart() -> None:
-    view = MetricsView(PanelWidgets(), find_original=lambda: ("old", {"loss": falling()}))
+    view = MetricsView(PanelWidgets(), original=("old", lambda: {"loss": falling()}))
     field(view.box, "Steps").value = "200 to 250"
     view.draw(live(100, loss=lambda step: 1 / (step + 1)), now=0.0)
     assert Tags(view.box.children[-1].value).text == "pale: oldloss\xa0 0.01"
