@@ -346,8 +346,9 @@ class LivePanel:
             self._kill_asked = now
 
     def _fetch_stacks(self) -> None:
-        _, *parts = re.split(r"^rank (\d+)\n", self._run.stacks(), flags=re.MULTILINE)
-        alike: dict[str, list[int]] = {}
+        said, *parts = re.split(r"^rank (\d+)\n", self._run.stacks(), flags=re.MULTILINE)
+        # Where no rank tells its stack, the text says why.
+        alike = {} if parts else {said: [*range(self._run.world_size)]}
         for rank, text in zip(parts[::2], parts[1::2], strict=True):
             # The number of a thread is another one in each process.
             alike.setdefault(re.sub(" 0x[0-9a-f]+", "", text.strip()), []).append(int(rank))

@@ -241,6 +241,15 @@ def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatc
     assert killed == [1006.5]
 
 
+def test_where_no_rank_tells_its_stack_the_panel_says_why(page: Page) -> None:
+    text = "the run has ended, or its keeper gave no answer\n"
+    shown = Shown(stacks=lambda: text)
+    assert page.placed
+    shown.field("Stacks").click()
+    eventually(lambda: text.strip() in shown.part("na-note").value, within=10, what="it is said")
+    assert "ranks 0-1" in shown.part("na-note").value
+
+
 def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     def logs(rank: int | None, max_bytes: int | None = None) -> str:
         raise FileNotFoundError("run calm-otter was deleted from disk")
