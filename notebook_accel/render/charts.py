@@ -213,7 +213,7 @@ def draw_metrics(
         is_live: a style sheet, ``charts.css``, says how they are drawn, and all are one message.
         how: as for :func:`chart`.
     """
-    how = {"num_charts": max(1, len(metrics)) if is_live else 1, "is_live": is_live, **how}
+    how = {"num_charts": len(metrics) if is_live else 1, "is_live": is_live, **how}
     parts = [
         _plot(name, curves, None if points is None else points[name], **how)
         for name, curves in metrics.items()
@@ -297,8 +297,9 @@ def chart(
     most = _MAX_POINTS_TOGETHER if num_charts == 1 else most // num_charts
     limit = min(_MAX_POINTS, most // (len(curves) if colours else min(len(curves), 2)))
     own = [colours[name] for name in curves] if colours else ()
-    how: Any = {"others": others, "most_of_others": most - limit, "colours": own}
-    drawn = _draw(points, limit, is_log=is_log, **how)
+    drawn = _draw(
+        points, limit, is_log=is_log, others=others, most_of_others=most - limit, colours=own
+    )
     columns, rows = min(_STRIPES, _MAX_STRIPES // num_charts), 1
     if len(curves) > _MAX_SAID:
         columns, rows = _GRID if num_charts == 1 else (4, 3)

@@ -355,6 +355,7 @@ def test_200_trials_are_an_update_of_20_kb_with_all_curves_and_one_that_diverges
     ordered = in_order(trials, "min")
     html = as_bundle("sweep", ordered, "loss", [], is_live=True, picked=3)["text/html"]
     assert message_bytes(html) < 20_000
+    assert "<style" not in html, "the panel has it once"
     assert html.count("<tr data-n=") > 20
     assert "data-n='3' aria-selected='true'" in html
     pale, best = re.findall("<path d='([^']*)'", html)

@@ -82,7 +82,9 @@ class SweepPanel:
         parts = [self._hasten, self._form.button, close]
         self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar na-trial-bar")
         self._parts = (
-            widgets.make(ipywidgets.HTML, str(style_element()), classes="na-gone"),
+            widgets.make(
+                ipywidgets.HTML, f"{style_element()}{style_element('charts')}", classes="na-gone"
+            ),
             widgets.make(ipywidgets.HBox, [self._picker, stop_all], classes="na-buttons"),
             self._title,
             self._box.body,
@@ -231,7 +233,7 @@ def as_bundle(
 ) -> dict[str, str]:
     """Return table and chart as a MIME bundle: text, and HTML in which all text is escaped.
 
-    That of the live panel is drawn by its style sheet, and has the rows that it has room for.
+    That of the live panel is drawn by its style sheets, and has the rows that it has room for.
     """
     head, *body = cells = rows(trials, metric) or [[]]
     plain = None if is_live else "white-space:nowrap;text-align:left"
@@ -268,7 +270,7 @@ def as_bundle(
     scrolls = None if is_live else "overflow:auto;max-height:420px;margin:6px 0"
     html = element(
         "div",
-        style_element("charts") if is_live else element("b", title),
+        "" if is_live else element("b", title),
         element("div", *drawn, class_="na-together") if drawn else "",
         element("div", table, class_="na-trials", style=scrolls) if found else "",
         *(element("div", shorten(note, 400), class_="na-muted na-fold") for note in notes),
