@@ -31,7 +31,6 @@ PROVIDED = ("accelerator", "device", "rank", "world_size")
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
 # What IPython puts into a notebook beside its history.
 OF_IPYTHON = ("exit", "get_ipython", "open", "quit")
-_DOTTED = re.compile(r"\w+(\.\w+)+")
 _OF_PYTHON = re.compile(r"__.*__|__+")
 # A name, but not the letters before a text, as in f"{x}".
 _IDENTIFIER = re.compile(r"(?![rbfuRBFU]{1,2}['\"])\b[^\W\d]\w*")
@@ -141,8 +140,7 @@ class CellNames:
     def _read_head(self, node: ast.stmt, own: set[str]) -> None:
         """Read a statement, but not the blocks of statements in it."""
         for part in ast.walk(node):
-            dotted = ast.unparse(part) if isinstance(part, ast.Attribute) else ""
-            if _DOTTED.fullmatch(dotted):
+            if dotted := _dotted(part):
                 self.dotted.add(dotted)
             for text in texts_for_ipython(part):
                 # Any word may be a name; Python keeps names in this form.
@@ -176,6 +174,15 @@ class CellNames:
                     self.assigned.add(name)
                     if local is None:
                         (own.discard if step.opname in _DELETES else own.add)(name)
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return a node such as ``os.path`` as text; "" for any other one."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if names and isinstance(node, ast.Name) else ""
 
 
 @lru_cache(maxsize=1024)
