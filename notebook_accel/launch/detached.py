@@ -36,11 +36,11 @@ from notebook_accel.launch.control.call import NewCall
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.results import StoredResults
-from notebook_accel.launch.control.run_folder import RunFolder, new_run_id
+from notebook_accel.launch.control.run_folder import new_run_id
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Registry, unpack_exception
-from notebook_accel.launch.run import Run
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.view import GuardedView, View
@@ -147,42 +147,42 @@ def _keepers(run_id: str) -> list[psutil.Process]:
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:
     """Return the handle of a detached run; if it still goes on, show it live in this kernel."""
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    is_asked = False
-    while True:
-        run = run_list.read_run(run_id, view=view_of_past)
-        folder = RunFolder(run.log_dir)
-        if not run.state.detached:
-            raise NotebookAccelError(
-                f"run {run_id} is not detached: the kernel that launched it alone has its results "
-                "(detach=True lets a run outlive its kernel). Its logs and metrics: "
-                f"{run_list.expression(run_id)}"
-            )
-        if run.state.has_ended:
-            return run
-        if not is_asked:
-            with contextlib.suppress(OSError):  # another kernel asks just now, say
-                folder.leave("state")
-            is_asked = True
-        elif not folder.has_left("state"):
-            return _opened(run, GuardedView(view()))
-        elif time.monotonic() >= deadline:
+    run = run_list.read_run(run_id, view=view_of_past)
+    if not run.state.detached:
+        raise NotebookAccelError(
+            f"run {run_id} is not detached: the kernel that launched it alone has its results "
+            "(detach=True lets a run outlive its kernel). Its logs and metrics: "
+            f"{run_list.expression(run_id)}"
+        )
+    if run.state.has_ended:
+        return run
+    folder, deadline = call_of(run).folder, time.monotonic() + _ANSWER_SECONDS
+    with contextlib.suppress(OSError):  # another kernel asks just now, say
+        folder.leave("state")
+    while folder.has_left("state"):
+        if time.monotonic() >= deadline:
             raise NotebookAccelError(
                 f"the keeper of run {run_id} gives no answer: its process may be stopped, or the "
                 f"machine short of memory. Its logs and metrics: {run_list.expression(run_id)}"
             )
         time.sleep(_POLL_SECONDS)
+        run = run_list.read_run(run_id, view=view_of_past)
+        if run.state.has_ended:
+            return run
+    return _opened(run, GuardedView(view()))
 
 
 def _opened(past: Run, view: View, request: LaunchRequest | None = None) -> Run:
     """Add a run that a keeper controls to the list of runs, show it, and return its handle."""
+    folder = call_of(past).folder
     call = AttachedCall(
         NewCall(
             request=LaunchRequest(config=past.config, view=view),
-            # Not how it began, as others read it: a keeper saves what kernels ask for.
-            state=run_list.saved_state(RunFolder(past.log_dir)) or past.state,
-            folder=RunFolder(past.log_dir),
-            metrics=MetricReader(past.log_dir),
+            # Read again: what others read says "running" of a run that has only begun, and the
+            # keeper may have saved a newer state since.
+            state=run_list.saved_state(folder) or past.state,
+            folder=folder,
+            metrics=MetricReader(folder.path),
             handle=partial(run_list.expression_to_attach, past.id),
         )
     )
