@@ -121,6 +121,22 @@ def test_a_kill_at_any_step_leaves_the_last_good_one(
     assert seen == {"old", "new"}
 
 
+def test_what_is_taken_in_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: Any, **__: Any) -> None:
+        raise OSError("not on this disk")
+
+    monkeypatch.setattr(os, "link", cannot)
+    added, final = _make(tmp_path / "added", "new"), _make(tmp_path / "final", "old")
+    (added / "part_link").symlink_to("part_a")
+    names = ("part_a", "part_folder/of_new", "part_of_new")
+    written = {name: (added / name).stat().st_ino for name in names}
+    assert atomic.add_entries(added, final, lambda _: True)
+    assert {name: (final / name).stat().st_ino for name in names} == written
+    assert _ours(final) == {**_expected("old"), **_expected("new"), "part_link": "new"}
+    assert (final / "part_link").is_symlink()
+    assert not added.exists()
+
+
 def test_a_folder_that_is_not_there_yet_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     step, is_killed = 0, True
     while is_killed:

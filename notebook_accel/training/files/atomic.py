@@ -152,7 +152,7 @@ def add_entries(source: Path, final: Path, belongs: Callable[[Path], bool]) -> b
         if not belongs(final):
             return False
         _finish_update(final)  # of a writer that died
-        _link_entries(source, final)
+        _put_entries(source, final, moves=True)
         # Within the lock: its own rank and the one that publishes may both be about to add it.
         shutil.rmtree(source, ignore_errors=True)
     return True
@@ -232,14 +232,17 @@ def _finish_update(final: Path) -> None:
     for name in json.loads((update / _REMOVED).read_text()):
         if name in present:
             _remove(final / name)
-    _link_entries(update, final)
+    _put_entries(update, final, moves=False)
     done = staging_path(final)
     update.rename(done)
     shutil.rmtree(done, ignore_errors=True)
 
 
-def _link_entries(top: Path, final: Path) -> None:
-    """Give ``final`` hard links to all files of a folder, in place of entries of their names."""
+def _put_entries(top: Path, final: Path, *, moves: bool) -> None:
+    """Put all files of a folder into ``final``, in place of entries of their names.
+
+    They are moved, or stay where they are and get hard links.
+    """
     for source, folders, files in os.walk(top):
         target = final / Path(source).relative_to(top)
         links = [name for name in folders if Path(source, name).is_symlink()]
@@ -249,7 +252,7 @@ def _link_entries(top: Path, final: Path) -> None:
                 (target / name).mkdir()
         for name in (*files, *links):
             if name != _REMOVED:
-                _replace_by_link(Path(source, name), target / name, staging_path(final))
+                _put(Path(source, name), target / name, staging_path(final), moves=moves)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -257,11 +260,15 @@ def _is_own_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _replace_by_link(source: Path, target: Path, staged: Path) -> None:
+def _put(source: Path, target: Path, staged: Path, *, moves: bool) -> None:
     if target.exists() and target.samefile(source):
         return  # done before; renaming one link of a file to another does nothing, and leaves both
     if target.is_dir():
         _remove(target)
+    if moves:
+        with suppress(OSError):  # onto another disk, where a link has led to the folder
+            source.replace(target)
+            return
     try:
         os.link(source, staged, follow_symlinks=False)
     except OSError:  # a disk without hard links
