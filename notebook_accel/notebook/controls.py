@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -312,9 +312,7 @@ class CloneForm:
         self._fields: list[tuple[KnobMade, Any]] = []
         box = ipywidgets.Checkbox
         self._warm = widgets.field(box, "warm", _WARM, indent=False, classes="na-warm")
-        # In a thread: a warm one begins once the run has come to a step.
-        start = partial(start_thread, self._on_start, name="notebook-accel-clone")
-        self._start = widgets.button("Start", "Launch the clone", start)
+        self._start = widgets.button("Start", "Launch the clone", self._on_start)
         self.box = widgets.make(ipywidgets.VBox, classes="na-controls na-clone")
         self.button = widgets.button("Clone", _TOOLTIP, self._on_open)
 
@@ -342,13 +340,19 @@ class CloneForm:
         self.box.children = (title, *rows, last)
 
     def _on_start(self) -> None:
-        opened = self._opened
-        if self._start.disabled or opened is None:  # many people click twice
-            return
-        self._start.disabled = True
+        opened, shown = self._opened, (self._fields, self.box.children)
+        # At the first click: the second one of a double click may come when the clone has begun.
+        self.close()
+        if opened is not None:
+            # In a thread: a warm one begins once the run has come to a step.
+            start_thread(partial(self._clone, opened, *shown), name="notebook-accel-clone")
+
+    def _clone(
+        self, opened: Cloneable, fields: list[tuple[KnobMade, Any]], rows: Sequence[Any]
+    ) -> None:
         self._say("the clone starts")
         try:
-            chosen = {knob: value_in(control, knob) for knob, control in self._fields}
+            chosen = {knob: value_in(control, knob) for knob, control in fields}
             changed = {knob.name: value for knob, value in chosen.items() if value != knob.value}
             # A knob begins with what the form shows, not with the function's own value; one that
             # has the name of an argument, as in ``knob("lr", lr)``, is changed by that alone.
@@ -361,8 +365,9 @@ class CloneForm:
             )
         except Exception as error:  # nobody else would be told
             said = f"Clone: {error}"
+            if self._opened is None:  # with what was chosen
+                self._opened, self._fields, self.box.children = opened, fields, rows
         self._say(said)
-        self._start.disabled = False
 
 
 def _is_plain(value: object) -> bool:

@@ -110,6 +110,7 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
         shown = lambda words: any(words in str(m.get("value")) for m in kernel.models.values())  # noqa: E731
         begun = "the clone has begun, below: lr=0.25, slow=True, size=32"
         assert kernel.listen_until(lambda: shown(begun), seconds=60), kernel.widgets
+        kernel.click("Start")  # the second one of a double click, of a page that is slow
         assert kernel.listen_until(lambda: shown("pale: train (lr=0.5"), seconds=60)
         (tmp_path / first).touch()
         views = lambda: [m["outputs"] for m in kernel.models.values() if m.get("outputs")]  # noqa: E731
