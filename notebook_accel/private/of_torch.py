@@ -30,14 +30,19 @@ _missing: set[str] = set()
 def _report_missing(name: str, without: str) -> None:
     # Not a warning, which a filter may turn into an error; of many ranks, the first one reports.
     if name not in _missing and os.environ.get("RANK", "0") == "0":
-        logging.getLogger("notebook_accel").warning("This torch has no %s: %s.", name, without)
+        version = getattr(sys.modules.get("torch"), "__version__", "")
+        logging.getLogger("notebook_accel").warning(
+            "torch %s has no %s as notebook_accel knows it: %s. Update notebook_accel, or install "
+            "an older torch.",
+            *(version, name, without),
+        )
     _missing.add(name)
 
 
-# ---- replaced in ranks. Each gives False where torch has no such name, or another signature.
+# ---- replaced in ranks
 
 
-def is_to_replace(environment: Mapping[str, str]) -> bool:
+def is_to_replace(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks may replace functions of torch by the functions ``replace_*`` below.
 
     They may unless the variable ``NOTEBOOK_ACCEL_TORCH_FIXES`` is "0" in ``environment``.
@@ -45,94 +50,69 @@ def is_to_replace(environment: Mapping[str, str]) -> bool:
     return environment.get("NOTEBOOK_ACCEL_TORCH_FIXES") != "0"
 
 
-def replace_stash(wrap: Callable[[Any], Any]) -> bool:
-    """Replace ``torch._C._stash_obj_in_tls(key, object)``, which each backward calls.
-
-    Without the replacement, a rank on the CPU that drops its model after its process group may
-    hang.
-
-    Returns:
-        whether the function was replaced; False if this torch lacks the name.
-    """
-    return _replace(sys.modules["torch"]._C, "_stash_obj_in_tls", wrap)
+def replace_stash(wrap: Callable[[Any], Any]) -> None:
+    """Replace ``torch._C._stash_obj_in_tls(key, object)``, which each backward calls."""
+    without = "a rank on the CPU may hang when it drops its model after its process group"
+    _replace(sys.modules["torch"]._C, "_stash_obj_in_tls", wrap, without)
 
 
-def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
-    """Replace ``_new_process_group_helper``, which makes each process group and its store.
-
-    Without the replacement, the sockets of a group are not known, so that a rank that waits in a
-    collective cannot be freed. A rank that destroys a group right after it was made may also break
-    the group of a rank that is still connecting.
-
-    Returns:
-        whether the function was replaced; False if this torch lacks the name, or has other
-        parameters.
-    """
-    module = sys.modules["torch.distributed.distributed_c10d"]
-    return _replace(module, "_new_process_group_helper", wrap, ("group_size", "group_rank"))
+def replace_group_maker(wrap: Callable[[Any], Any]) -> None:
+    """Replace ``_new_process_group_helper``, which makes each process group and its store."""
+    without = "ranks that wait in a collective are not freed, and a group may be closed early"
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    _replace(module, "_new_process_group_helper", wrap, without, ("group_size", "group_rank"))
 
 
-def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
-    """Replace ``_create_c10d_store``, which makes the store of a group that meets at MASTER_ADDR.
-
-    Without the replacement, a function that destroys its group and makes another may fail or hang:
-    a rank can connect to the first group's server, which is about to close.
-
-    Returns:
-        whether the function was replaced; False if this torch lacks the name, or has other
-        parameters.
-    """
-    module = sys.modules["torch.distributed.rendezvous"]
+def replace_store_maker(wrap: Callable[[Any], Any]) -> None:
+    """Replace ``_create_c10d_store``, which makes a group's store at MASTER_ADDR."""
+    without = "a function that makes one process group after the other may fail"
+    module = sys.modules.get("torch.distributed.rendezvous")
     expected = ("hostname", "port", "rank", "world_size", "timeout")
-    return _replace(module, "_create_c10d_store", wrap, expected)
+    _replace(module, "_create_c10d_store", wrap, without, expected)
 
 
 def replace_store_parameters(wrap: Callable[[Any], Any], expected: tuple[str, ...]) -> bool:
-    """Replace ``TCPStore.__init__``.
-
-    Without the replacement, a store that a function opens at MASTER_PORT listens on all network
-    interfaces.
-
-    Returns:
-        whether the method was replaced; False if this torch has other parameters.
-    """
+    """Replace ``TCPStore.__init__``; return whether this torch has the expected parameters."""
     store = sys.modules["torch.distributed"].TCPStore
     # It is made in C++: its text says what it takes.
     described = (store.__init__.__doc__ or "").partition("self")[2]
     places = [described.find(f" {name}:") for name in expected]
     if -1 in places or places != sorted(places):
+        _report_missing("TCPStore.__init__", "other machines can reach the store of the ranks")
         return False
     store.__init__ = wrap(store.__init__)
     return True
 
 
 def _replace(
-    module: Any, name: str, wrap: Callable[[Any], Any], expected: tuple[str, ...] = ()
-) -> bool:
+    module: Any, name: str, wrap: Callable[[Any], Any], without: str, expected: tuple[str, ...] = ()
+) -> None:
+    if module is None or not is_to_replace():  # a torch without torch.distributed
+        return
     plain = getattr(module, name, None)
-    if plain is None:
-        return False
-    if expected and list(inspect.signature(plain).parameters)[: len(expected)] != [*expected]:
-        return False
-    setattr(module, name, wrap(plain))
-    return True
+    if plain is None or (
+        expected and list(inspect.signature(plain).parameters)[: len(expected)] != [*expected]
+    ):
+        _report_missing(name, without)
+    else:
+        setattr(module, name, wrap(plain))
 
 
-def forget_half_made_groups() -> bool:
-    """Reset torch's count of process groups to 0 if no group is open.
+def forget_half_made_groups() -> None:
+    """Reset torch's count of groups, so that all ranks give the next default group the same name.
 
-    Torch names groups by this count (``_world.group_count``). If one rank failed to make a group,
-    the counts differ. The ranks would then wait for ever, each for a group of another name.
-
-    Returns:
-        False if this torch has no such count; else True.
+    Torch names a default group by the number of groups made before (``_world.group_count``).
+    Destroying the group resets the number. But a rank that failed to make a group has none to
+    destroy: its next group would have another name than the other ranks' group, and it would wait
+    for them for ever. Called when a rank has dropped its group.
     """
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None or not is_to_replace():
+        return
     if not hasattr(getattr(module, "_world", None), "group_count"):
-        return False
-    if not module.is_initialized():
+        _report_missing("_world.group_count", "ranks may not meet after one failed to make a group")
+    elif not module.is_initialized():
         module._world.group_count = 0
-    return True
 
 
 # ---- process groups and meshes

@@ -55,7 +55,7 @@ from notebook_accel.launch.worker import (
 )
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
-from notebook_accel.private import of_libraries
+from notebook_accel.private import of_libraries, of_torch
 from notebook_accel.rank import this_rank
 from notebook_accel.system import processes
 from notebook_accel.system.limits import free_memory
@@ -397,8 +397,6 @@ class Worker:
         torch_fixes.meet_at_one_store(message.master_port)
         self.context.begin_call(message, has_group=this_rank.has_process_group())
         self.row.is_asynchronous = groups.are_asynchronous()
-        if line := torch_fixes.untold():
-            self.context.notice(line)
         if not message.last:
             groups.outlive_failed_collectives()
 
@@ -424,7 +422,7 @@ class Worker:
         self._groups_since = time.time()
         groups.disconnect()
         groups.close_group()
-        torch_fixes.forget_half_made_groups()
+        of_torch.forget_half_made_groups()
 
 
 def replace_libraries() -> None:

@@ -2,7 +2,7 @@
 
 ``NOTEBOOK_ACCEL_TORCH_FIXES=0`` in the environment of a launch leaves torch unpatched. If the
 installed torch lacks a function to be patched, or has it with other parameters, that patch is left
-out, and the user is told so by a line (:func:`untold`).
+out, and a line on rank 0 says so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,39 +17,6 @@ from typing import Any
 from notebook_accel.private import of_torch
 from notebook_accel.rank import group_store
 from notebook_accel.rank.this_rank import StorePort, current
-
-# What could not be replaced and was not told yet, in words.
-_missing: list[str] = []
-
-
-def untold() -> str:
-    """Return a line for the user: the patches that do not apply to this torch.
-
-    "" if all apply, or if an earlier call has returned the line.
-    """
-    found, _missing[:] = "; ".join(_missing), []
-    if not found:
-        return ""
-    version = sys.modules["torch"].__version__
-    return (
-        f"torch {version} lacks what notebook_accel replaces in it, or has it with other "
-        f"parameters, so that ranks run without: {found}. Update notebook_accel, or install an "
-        "older torch"
-    )
-
-
-def _is_on() -> bool:
-    return of_torch.is_to_replace(os.environ)
-
-
-def _note(applies: bool, without: str) -> None:
-    if not applies and without not in _missing:
-        _missing.append(without)
-
-
-# The key of the object that torch stashes for each thread of a backward; here nothing is stashed
-# under it.
-_KEY = "context"
 
 
 def avoid_hang_when_model_outlives_group() -> None:
@@ -64,17 +30,16 @@ def avoid_hang_when_model_outlives_group() -> None:
     """
     import torch  # noqa: F401 - imported as late as can be
 
-    if not _is_on() or os.environ.get("ACCELERATE_USE_CPU") != "true":
-        return
-
     def wrap(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
         def unless_context(key: str, arg: Any) -> None:
-            if key != _KEY:
+            # The key of the object that torch stashes for each thread of a backward.
+            if key != "context":
                 stash(key, arg)
 
         return unless_context
 
-    _note(of_torch.replace_stash(wrap), "_stash_obj_in_tls (a model may outlive its group)")
+    if os.environ.get("ACCELERATE_USE_CPU") == "true":
+        of_torch.replace_stash(wrap)
 
 
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
@@ -85,8 +50,6 @@ def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None
     rank could destroy its group right after making it. That closes connections which other ranks
     still wait for, and their ``init_process_group`` fails ("Connection closed by peer").
     """
-    if not _is_on() or "torch.distributed.distributed_c10d" not in sys.modules:
-        return
 
     def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
@@ -99,10 +62,7 @@ def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None
 
         return helper
 
-    _note(
-        of_torch.replace_group_maker(wrap),
-        "_new_process_group_helper (ranks that wait are freed, and none closes a group early)",
-    )
+    of_torch.replace_group_maker(wrap)
 
 
 def _has_gloo(group: Any) -> bool:
@@ -164,9 +124,7 @@ def listen_on(bound: socket.socket) -> None:
     _bound[bound.getsockname()[1]] = bound
     if is_first:
         expected = (*_STORE_PARAMETERS, "multi_tenant", "master_listen_fd")
-        applies = of_torch.replace_store_parameters(_listening, expected)
-        _note(applies, "TCPStore.__init__ (a store listens to this machine alone)")
-        if not applies:
+        if not of_torch.replace_store_parameters(_listening, expected):
             _bound.popitem()[1].close()
 
 
@@ -186,9 +144,8 @@ def _listening(plain: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-# Whether groups meet so by now, or cannot.
-_meets = False
-# MASTER_PORT as the launch said it for the call that runs; the function may have set another.
+# MASTER_PORT as the launch said it for the call that runs, 0 before the first call; the function
+# may have set another.
 _port_of_call = 0
 
 
@@ -202,24 +159,18 @@ def meet_at_one_store(port: int) -> None:
     user's function opens itself stays separate, unless this package's server has the same port.
     Called at the start of each call.
     """
-    global _port_of_call, _meets
+    global _port_of_call
+    if not _port_of_call:
+        of_torch.replace_store_maker(_meeting)
     _port_of_call = port
-    if _meets or not _is_on() or "torch.distributed.rendezvous" not in sys.modules:
-        return
-    _meets = True
-    _note(
-        of_torch.replace_store_maker(_meeting),
-        "_create_c10d_store (a function makes one group after the other)",
-    )
 
 
 def _meeting(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def create(host: str, port: int, rank: int, world_size: int, timeout: Any, *rest: Any) -> Any:
         context = current()
-        # Before the first call no port is known, which is 0 then.
-        is_port_of_call = port != 0 and port == _port_of_call
-        is_ours = is_port_of_call and (rank, world_size) == (context.rank, context.world_size)
+        given = port, rank, world_size
+        is_ours = port and given == (_port_of_call, context.rank, context.world_size)
         # Torch's elastic agent serves a store of its own, if the user says so.
         if not is_ours or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return plain(host, port, rank, world_size, timeout, *rest)
@@ -227,16 +178,3 @@ def _meeting(plain: Callable[..., Any]) -> Callable[..., Any]:
         return group_store.store_of_next_group(rank, timeout, at)
 
     return create
-
-
-def forget_half_made_groups() -> None:
-    """Reset torch's count of groups, so that all ranks give the next default group the same name.
-
-    Torch names a default group by the number of groups made before. Destroying the group resets the
-    number. But a rank that failed to make a group has none to destroy: its next group would have
-    another name than the other ranks' group, and it would wait for them for ever. Called when a
-    rank has dropped its group.
-    """
-    if _is_on() and "torch.distributed.distributed_c10d" in sys.modules:
-        applies = of_torch.forget_half_made_groups()
-        _note(applies, "_world.group_count (ranks meet after one failed to make a group)")
