@@ -20,7 +20,7 @@ import torch
 from torch.nn import Module
 
 from notebook_accel.config.checks import parse_flag
-from notebook_accel.config.fsdp_options import FsdpOptions
+from notebook_accel.config.plugins import FsdpOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.rank.this_rank import current

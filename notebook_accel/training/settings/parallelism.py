@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from notebook_accel.config.checks import as_choice, as_count
-from notebook_accel.config.mesh_options import MeshOptions
+from notebook_accel.config.plugins import MeshOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch

@@ -34,7 +34,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from notebook_accel.config.deepspeed_options import DeepSpeedOptions
+from notebook_accel.config.plugins import DeepSpeedOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
