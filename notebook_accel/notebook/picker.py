@@ -51,28 +51,18 @@ _Convert = Callable[[Any], Any]
 
 
 class Row:
-    """One setting in the form.
+    """One setting in the form: its input, and a text beside it.
 
-    Its input is a widget of class ``kind`` with ``traits``; ``read`` converts the widget's value to
-    the setting's, ``write`` back.
+    ``read`` converts the value of the input to the setting's, ``write`` back.
     """
 
     def __init__(
-        self,
-        widgets: PanelWidgets,
-        label: str,
-        about: str,
-        kind: Callable[..., Any],
-        read: _Convert,
-        write: _Convert,
-        **traits: Any,
+        self, widgets: PanelWidgets, widget: Any, about: str, read: _Convert, write: _Convert
     ) -> None:
-        self._about, self._read, self._write = about, read, write
-        # The label belongs to the widget for a screen reader: its own description, widened by CSS.
-        self.widget = widgets.field(kind, label, about, classes="na-field", **traits)
-        note = str(element("span", about, class_="na-about"))
-        self._note = widgets.make(ipywidgets.HTML, note, classes="na-note")
-        self.box = widgets.make(ipywidgets.HBox, [self.widget, self._note], classes="na-row")
+        self.widget, self._about, self._read, self._write = widget, about, read, write
+        self._note = widgets.make(ipywidgets.HTML, classes="na-note")
+        self.say(None)
+        self.box = widgets.make(ipywidgets.HBox, [widget, self._note], classes="na-row")
 
     @property
     def value(self) -> Any:
@@ -106,28 +96,26 @@ def _row(one: Setting, widgets: PanelWidgets) -> Row:
     label, about = one.label or one.name, f"{one.about}.".replace("``", "")
     value = one.fallback if one.default is None else one.default
     default = f"default: {one.unset or ('none' if value is None else value)}".replace("``", "")
-    read: _Convert = lambda ticked: ticked or None  # noqa: E731
-    write: _Convert = bool
-    kind: Any = ipywidgets.Checkbox
-    traits: dict[str, Any] = {"indent": True}
     # A text is sent with each key, so that what is wrong is told while one types.
+    kind: Any = ipywidgets.Text
+    traits: dict[str, Any] = {"placeholder": default, **_EACH_KEY}
+    read: _Convert = lambda text: one.from_text(text.strip()) if text.strip() else None  # noqa: E731
+    write: _Convert = _text_of
     if one.name == "env":
         kind, traits = ipywidgets.Textarea, {"placeholder": "NAME: value", "rows": 2, **_EACH_KEY}
         read = _mapping_of
         as_typed: dict[str, Any] = {"allow_unicode": True, "sort_keys": False, "width": math.inf}
         write = lambda given: yaml.safe_dump(given, **as_typed) if given else ""  # noqa: E731
-    elif one.texts or (one.kind is bool and one.default is not False):
+    elif one.texts or one.kind is bool:
         choices = [choice for choice in one.texts or (True, False) if choice != one.default]
         # None would mean that nothing is chosen, and be shown as an empty field.
         options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
         kind, traits = ipywidgets.Dropdown, {"options": options, "value": _OPEN}
         read = lambda chosen: None if chosen == _OPEN else chosen  # noqa: E731
         write = lambda value: _OPEN if value is None else value  # noqa: E731
-    elif one.kind is not bool:
-        kind, traits = ipywidgets.Text, {"placeholder": default, **_EACH_KEY}
-        read = lambda text: one.from_text(text.strip()) if text.strip() else None  # noqa: E731
-        write = _text_of
-    return Row(widgets, label, about, kind, read, write, **traits)
+    # The label belongs to the widget for a screen reader: its own description, widened by CSS.
+    field = widgets.field(kind, label, about, classes="na-field", **traits)
+    return Row(widgets, field, about, read, write)
 
 
 def _text_of(value: Any) -> str:
@@ -158,8 +146,10 @@ def _strategy_row(widgets: PanelWidgets) -> Row:
     options: list[tuple[str, tuple[str, ...]]] = [("Data parallel (DDP)", ())]
     options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]
     about = "How ranks share the model and the data."
-    kind = ipywidgets.Dropdown
-    return Row(widgets, "Strategy", about, kind, tuple, tuple, options=options, value=())
+    field = widgets.field(
+        ipywidgets.Dropdown, "Strategy", about, classes="na-field", options=options, value=()
+    )
+    return Row(widgets, field, about, tuple, tuple)
 
 
 # ---- Its texts: what a machine has, code and YAML of settings, whose row an error is.

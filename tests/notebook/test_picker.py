@@ -91,8 +91,8 @@ def test_an_open_field_says_which_default_is_taken() -> None:
     shown = {
         one.description: one.options[0][0] if hasattr(one, "options") else one.placeholder
         for one in fields
-        # A box that is not ticked, and lines of variables, say so themselves.
-        if not isinstance(one, (ipywidgets.Checkbox, ipywidgets.Textarea))
+        # Lines of variables say so themselves.
+        if not isinstance(one, ipywidgets.Textarea)
     }
     assert all(re.fullmatch("default: .{1,34}", text) for text in shown.values()), shown
     assert shown["Processes"] == "default: one for each accelerator, else 1"
