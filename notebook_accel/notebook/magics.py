@@ -13,7 +13,7 @@ import re
 import shlex
 import unicodedata
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from notebook_accel.notebook.worker import CellCall
 # at the cursor.
 
 
-def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) -> None:
+def complete_magic(shell: Any) -> None:
     """Have Tab complete lines of the magics, with variables of the notebook and its session."""
 
     def offer(_shell: Any, event: Any) -> Sequence[str]:
@@ -60,30 +60,26 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
             return [*_COMMANDS, "--help"]
         if words[-1:] in (["--mixed-precision"], ["--mixed_precision"]):
             return settings_of(LaunchConfig)["mixed_precision"].texts
-        return sorted(names())
+        running = session.current_session()
+        return sorted({*shell.run_line_magic("who_ls", ""), *(running.names if running else ())})
 
-    untyped: Any = shell
     for magic in ("%accelerate", "%%accelerate"):
-        untyped.set_hook("complete_command", offer, str_key=magic)
-    _silence_jedi(untyped.Completer)
-
-
-def _silence_jedi(completer: Any) -> None:
-    """Keep Jedi, which reads the line as Python, from adding completions (IPython 8.6 on)."""
+        shell.set_hook("complete_command", offer, str_key=magic)
     try:
         from IPython.core.completer import context_matcher
     except ImportError:  # before IPython 8.6
         return
 
-    # Before all matchers of IPython: the first one that asks for it silences the others.
+    # Keeps Jedi, which reads the line as Python, from adding completions. Before all matchers of
+    # IPython: the first one that asks for it silences the others.
     @context_matcher(identifier="notebook_accel", priority=1000)
     def of_magic(context: Any) -> Any:
         words = context.line_with_cursor.split(maxsplit=1)
         if words[:1] not in (["%accelerate"], ["%%accelerate"]):
             return {"completions": []}
-        return {**completer.custom_completer_matcher(context), "do_not_suppress": set()}
+        return {**shell.Completer.custom_completer_matcher(context), "do_not_suppress": set()}
 
-    completer.custom_matchers.append(of_magic)
+    shell.Completer.custom_matchers.append(of_magic)
 
 
 def _options(parser: ArgumentParser) -> list[str]:
@@ -117,13 +113,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
         >>> %load_ext notebook_accel
     """
     ipython.register_magics(AccelerateMagics)
-
-    def names() -> frozenset[str]:
-        running = session.current_session()
-        of_session = frozenset() if running is None else running.names
-        return of_session.union(ipython.run_line_magic("who_ls", ""))
-
-    complete_magic(ipython, names)
+    complete_magic(ipython)
     prepare(ipython)
 
 
@@ -152,6 +142,8 @@ _CONFIG = argument("--config", metavar="FILE", help="YAML file with the session'
 @magics_class
 class AccelerateMagics(Magics):
     """The magics ``%%accelerate`` and ``%accelerate``, as methods of a class for IPython."""
+
+    shell: Any
 
     @magic_arguments("%accelerate")
     @argument("-h", "--help", action="store_true", help="show this text; the cell does not run")
@@ -207,7 +199,7 @@ class AccelerateMagics(Magics):
             return None
         if options.fresh:
             _check_fresh(options)
-        shell: Any = self.shell
+        shell = self.shell
         # IPython 9 counts a cell before it runs it, older ones after.
         number = len(shell.user_ns["In"]) - 1
         # With the magic's own line: the page counts lines from there.
@@ -252,9 +244,9 @@ class AccelerateMagics(Magics):
     def _ranks_for(self, options: Any) -> Iterator[NotebookSession]:
         """Yield the kernel's session, started if needed; with ``--fresh`` one for the block."""
         if not options.fresh:
-            yield session.session_for(self._notebook, _given(options), options.config)
+            yield session.session_for(self.shell, _given(options), options.config)
             return
-        running = NotebookSession(self._notebook, *resolve(_given(options), options.config))
+        running = NotebookSession(self.shell, *resolve(_given(options), options.config))
         try:
             yield running
         except NotebookAccelError as error:
@@ -264,8 +256,7 @@ class AccelerateMagics(Magics):
             running.end()
 
     def _write(self, cell: str, number: int, path: str, running: NotebookSession) -> None:
-        shell: Any = self.shell
-        target = Path(path).expanduser()
+        shell, target = self.shell, Path(path).expanduser()
         running.await_calls()
         script = script_of_cells(
             {**running.cells, number: cell},
@@ -291,10 +282,9 @@ class AccelerateMagics(Magics):
         takes the place of its earlier text. What it prints or displays shows once.
         """
         options = self.everywhere.parser.parse_args(_split(f"%everywhere {line}")[1:])
-        shell: Any = self.shell
         if cell is not None:
-            label = f"Cell In[{len(shell.user_ns['In']) - 1}]"
-            run_everywhere(shell, line, cell, label)
+            label = f"Cell In[{len(self.shell.user_ns['In']) - 1}]"
+            run_everywhere(self.shell, line, cell, label)
             return
         if options.clear:
             EVERYWHERE.clear()
@@ -323,7 +313,7 @@ class AccelerateMagics(Magics):
     @_CONFIG
     def _start(self, arguments: Sequence[str]) -> None:
         options = self._start.parser.parse_args(arguments)
-        session.start_session(self._notebook, *resolve(_given(options), options.config))
+        session.start_session(self.shell, *resolve(_given(options), options.config))
 
     def _restart(self, arguments: Sequence[str]) -> None:
         running = session.current_session()
@@ -332,7 +322,7 @@ class AccelerateMagics(Magics):
         if running is not None and options.config is None:
             changed = {name: value for name, value in _given(options).items() if value is not None}
             config, notices = replace(running.config, **changed), []
-        session.restart_session(self._notebook, config, notices)
+        session.restart_session(self.shell, config, notices)
 
     def _stop(self, arguments: Sequence[str]) -> None:
         ended = []
@@ -378,11 +368,6 @@ class AccelerateMagics(Magics):
             tracebacks.debug(held.session.ask, rank, lambda: held.rank_at_fault)
             tracebacks.end_held_launch()
             print("the ranks of the launch have ended")  # noqa: T201
-
-    @property
-    def _notebook(self) -> InteractiveShell:
-        assert self.shell is not None, "a magic that was registered has a shell"
-        return self.shell
 
     def _config(self, arguments: Sequence[str]) -> None:
         if len(arguments) > 1:
