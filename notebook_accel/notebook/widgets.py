@@ -60,9 +60,12 @@ class PanelWidgets:
     @staticmethod
     def offer(choice: Any, options: Sequence[Any]) -> None:
         """Change what a list offers; setting its options alone would choose the first one."""
-        chosen = choice.value
-        choice.options = options
-        choice.value = chosen
+        # In one message: a page that was told of the options alone may choose one of them at once,
+        # which the old choice would replace.
+        with choice.hold_sync():
+            chosen = choice.value
+            choice.options = options
+            choice.value = chosen
 
     def close(self) -> None:
         """Close all widgets: a connecting page asks for the state of each that is open."""

@@ -156,6 +156,8 @@ def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop() -> None:
     eventually(lambda: run.state.knobs["lr"].value == 0.5, within=SOON, what="the new rate")
     assert run.status == "running"
     run.save()
+    has_steps = lambda: all(rank.batches for rank in run.state.ranks)  # noqa: E731
+    eventually(has_steps, within=SOON, what="the ranks say that they train")
     with pytest.raises(ConfigError, match=r"rate=1.*no such knob; it has lr"):
         run.set(rate=1)
     run.set(lr=1)

@@ -3,12 +3,12 @@
 import contextlib
 import threading
 from dataclasses import replace
-from typing import Any
 
 from notebook_accel.config.engines import ENGINES, EngineKind
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.engines.elastic import ElasticEngine, join
+from notebook_accel.launch.engines.machines import MachineServer
 from notebook_accel.launch.launch_request import LaunchRequest
 
 NAME = "elastic, joined"
@@ -31,10 +31,11 @@ class JoinedEngine(ElasticEngine):
         plan = super().plan_ranks(replace(request, config=config))
         return RankPlan.of_sizes(first, num_ranks - first, environment=plan.environment)
 
-    def _gather(self, server: Any, request: LaunchRequest, wanted: int) -> list[Any]:
+    def _listen(self, host: str, port: int, wanted: int) -> MachineServer:
+        server = super()._listen(host, port, wanted)
         address = f"127.0.0.1:{server.port}"
         threading.Thread(target=_join, args=(address, str(server.token)), daemon=True).start()
-        return super()._gather(server, request, wanted)
+        return server
 
 
 def _join(address: str, token: str) -> None:

@@ -19,6 +19,7 @@ from notebook_accel.notebook import display_slot, live_panel, views
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.views import Dashboard
+from notebook_accel.notebook.widgets import PanelWidgets
 from notebook_accel.render import panel
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.widgets import field, inside, live_widgets, part
@@ -370,3 +371,18 @@ def test_widgets_of_older_runs_are_closed(
         left.append(len(live_widgets()))
     assert left[1] == left[2] == left[0]
     assert page.placed
+
+
+def test_what_a_page_chooses_at_the_news_of_more_options_stays_chosen() -> None:
+    widgets = PanelWidgets()
+    choice = widgets.make(ipywidgets.Dropdown, options=["first"])
+
+    def tell(data: dict[str, Any], **_: Any) -> None:
+        if "_options_labels" in data["state"]:
+            choice.set_state({"index": 2})
+
+    choice.comm = SimpleNamespace(send=tell, comm_id="", on_msg=lambda _: None, close=lambda: None)
+    widgets.offer(choice, ["first", "second", "third"])
+    assert choice.value == "third"
+    choice.comm = None
+    widgets.close()
