@@ -35,6 +35,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight
 from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import (
+    INTERFACES,
     ON_CPU,
     WITHOUT_DEVICES,
     num_threads_of,
@@ -44,8 +45,6 @@ from notebook_accel.launch.rank_environment import (
 from notebook_accel.launch.slurm import slurm_step
 from notebook_accel.system.processes import kill_leftovers
 
-# Of ranks on one machine, which several machines cannot meet by.
-_LOOPBACK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Options of torchrun, and the settings that they take where they are not given.
 _SETTINGS = {
     "nnodes": "num_nodes",
@@ -230,7 +229,8 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     if on_cpu:
         of_engine = {**ON_CPU, **(WITHOUT_DEVICES if chosen == "cpu" else {})}
     environment = rank_environment(config, of_engine=of_engine)
-    for name in _LOOPBACK_INTERFACES if num_nodes > 1 else ():
+    # By the loopback's, several machines cannot meet.
+    for name in INTERFACES if num_nodes > 1 else ():
         if name not in os.environ and name not in (config.env or {}):
             del environment[name]
     threads = typed.num_cpu_threads_per_process or num_threads_of(environment, size)

@@ -78,8 +78,8 @@ def _ask_all(rows: Mapping[str, Setting], before: Mapping[str, Any]) -> dict[str
 def _ask(name: str, row: Setting, before: Any) -> Any:
     """Ask until the answer is valid; an empty one is ``before``, or else the default."""
     about = row.about.replace("``", "`")
-    if row.texts:
-        about += f" ({', '.join(row.texts)})"
+    if row.choices:
+        about += f" ({', '.join(row.choices)})"
     value = row.default if before is None else before
     shown = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
     while True:

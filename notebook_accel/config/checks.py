@@ -9,7 +9,7 @@ import math
 import operator
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
@@ -101,7 +101,7 @@ def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
     return float(value)
 
 
-def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+def as_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """Return ``value``, which must be one of ``choices``, as a plain str."""
     if not isinstance(value, str) or value not in choices:
         named = ", ".join(map(repr, choices))

@@ -80,7 +80,7 @@ class LaunchConfig:
     )
     engine: str = setting(
         "auto",
-        choices=lambda: tuple(ENGINES),
+        choices=ENGINES,
         label="Engine",
         is_first=True,
         about="Where the ranks are: "

@@ -365,7 +365,7 @@ class Plugin:
             meant = option.from_text(value)
             if instead is not None and not isinstance(meant, bool):
                 choice = instead.from_text(value)
-                if choice in instead.texts:
+                if choice in instead.choices:
                     option, meant = instead, choice
             found[option.name] = meant
         return found

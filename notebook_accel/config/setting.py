@@ -14,7 +14,7 @@ import functools
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ class Setting:
         about: what it does, in one or two sentences without the final full stop.
         check: ``check(name, value)`` returns the plain value, or raises ConfigError; None checks
             ``kind``. Not used with ``choices``.
-        choices: the allowed texts, or a function that returns them; empty allows any value.
+        choices: the allowed texts; empty allows any value.
         label: in the form; "" shows the name.
         unset: what it means to leave the setting at its default.
         variable: of Accelerate's launcher; "" if there is none, or if ``prefix`` makes it.
@@ -70,7 +70,7 @@ class Setting:
     default: Any = None
     about: str
     check: Callable[[str, Any], Any] | None = None
-    choices: Sequence[str] | Callable[[], Sequence[str]] = ()
+    choices: Collection[str] = ()
     label: str = ""
     unset: str = ""
     variable: str = ""
@@ -88,25 +88,19 @@ class Setting:
         """Return a value in its plain form, the default as it is; ConfigError calls it ``name``."""
         if value is None and self.default is None:
             return None
-        if self.texts:
-            return as_choice(name, value, self.texts)
+        if self.choices:
+            return as_choice(name, value, self.choices)
         check = self.check or _CHECKS.get(self.kind)
         return value if check is None else check(name, value)
 
-    @property
-    def texts(self) -> Sequence[str]:
-        """Empty if any value is allowed."""
-        return self.choices() if callable(self.choices) else self.choices
-
     def from_text(self, text: Any) -> Any:
         """Convert text, or an int for a flag or choice; :meth:`checked` refuses the rest."""
-        choices = self.texts
-        if type(text) is int and (choices or self.kind is bool):
+        if type(text) is int and (self.choices or self.kind is bool):
             text = str(text)
         if not isinstance(text, str):
             return text
-        lowered = {choice.lower(): choice for choice in choices}
-        lowered.update(zip(map(str, self.numbers), choices, strict=False))
+        lowered = {choice.lower(): choice for choice in self.choices}
+        lowered.update(zip(map(str, self.numbers), self.choices, strict=False))
         return lowered.get(text.strip().lower(), value_of(text, self.kind))
 
     @property

@@ -59,7 +59,7 @@ def complete_magic(shell: Any) -> None:
         if words == ["%accelerate"]:
             return [*_COMMANDS, "--help"]
         if words[-1:] in (["--mixed-precision"], ["--mixed_precision"]):
-            return settings_of(LaunchConfig)["mixed_precision"].texts
+            return [*settings_of(LaunchConfig)["mixed_precision"].choices]
         running = session.current_session()
         return sorted({*shell.run_line_magic("who_ls", ""), *(running.names if running else ())})
 

@@ -106,8 +106,8 @@ def _row(one: Setting, widgets: PanelWidgets) -> Row:
         read = _mapping_of
         as_typed: dict[str, Any] = {"allow_unicode": True, "sort_keys": False, "width": math.inf}
         write = lambda given: yaml.safe_dump(given, **as_typed) if given else ""  # noqa: E731
-    elif one.texts or one.kind is bool:
-        choices = [choice for choice in one.texts or (True, False) if choice != one.default]
+    elif one.choices or one.kind is bool:
+        choices = [choice for choice in one.choices or (True, False) if choice != one.default]
         # None would mean that nothing is chosen, and be shown as an empty field.
         options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
         kind, traits = ipywidgets.Dropdown, {"options": options, "value": _OPEN}

@@ -31,7 +31,7 @@ from notebook_accel.training.settings.notices import notice_once
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-_WRAPS = settings_of(FsdpOptions)["auto_wrap_policy"].texts
+_WRAPS = settings_of(FsdpOptions)["auto_wrap_policy"].choices
 # What the environment says of these depends on other fields.
 _BY_OTHER_FIELDS = ("reshard_after_forward", "state_dict_type")
 
