@@ -168,13 +168,9 @@ def _ask_nvidia(query: str) -> list[str]:
 
 def _memory(machine: Machine) -> Iterator[Finding]:
     free = min(machine.free_memory, free_in_container())
-    yield Finding(
-        subject="memory",
-        found=f"{free / _GIB:.1f} GB of memory are free",
-        remedy="free some of it: a rank takes 0.25 GB before it has a model"
-        if free < _LITTLE_MEMORY
-        else "",
-    )
+    remedy = "free some of it: a rank takes 0.25 GB before it has a model"
+    found = f"{free / _GIB:.1f} GB of memory are free"
+    yield Finding(subject="memory", found=found, remedy=remedy if free < _LITTLE_MEMORY else "")
 
 
 def _libraries(_machine: Machine) -> Iterator[Finding]:
@@ -203,11 +199,8 @@ def _limits(_machine: Machine) -> Iterator[Finding]:
     files, needed = hard_limit(), files_needed(8)
     number = "without a limit" if files is None else f"{files:,} at most"
     low = files is not None and files < needed
-    yield Finding(
-        subject="open files",
-        found=f"{number} (ulimit -Hn)",
-        remedy=f"8 ranks need {needed}: have it raised" if low else "",
-    )
+    remedy = f"8 ranks need {needed}: have it raised" if low else ""
+    yield Finding(subject="open files", found=f"{number} (ulimit -Hn)", remedy=remedy)
 
 
 def _folders(_machine: Machine) -> Iterator[Finding]:
@@ -223,13 +216,9 @@ def _folders(_machine: Machine) -> Iterator[Finding]:
         remedy = "set NOTEBOOK_ACCEL_RUNS to a folder that can be written"
         yield Finding(subject="runs folder", found=str(error), remedy=remedy, stops=True)
         return
-    yield Finding(
-        subject="runs folder",
-        found=f"{folder}: {free / _GIB:.1f} GB are free",
-        remedy="free some of it, or set NOTEBOOK_ACCEL_RUNS to a folder of another disk"
-        if free < _LITTLE_DISK
-        else "",
-    )
+    found = f"{folder}: {free / _GIB:.1f} GB are free"
+    remedy = "free some of it, or set NOTEBOOK_ACCEL_RUNS to a folder of another disk"
+    yield Finding(subject="runs folder", found=found, remedy=remedy if free < _LITTLE_DISK else "")
 
 
 def _settings(_machine: Machine) -> Iterator[Finding]:
@@ -257,7 +246,11 @@ def _widgets(_machine: Machine) -> Iterator[Finding]:
     paths: Any = importlib.import_module("jupyter_core.paths")  # it comes with ipykernel
     shared = (Path(each) for each in paths.jupyter_path() if not each.startswith(sys.prefix))
     folders = (Path(server).parent.parent / "share/jupyter", *shared)
-    version = next(filter(None, map(_version_in, folders)), "")
+    version = ""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            text = (folder / _EXTENSION).read_text(encoding="utf-8")
+            version = version or str(json.loads(text)["version"])
     # By the first number of their versions: ipywidgets 8 goes with 5, ipywidgets 7 with 3.
     fitting, package = ("3", "1") if found.startswith("ipywidgets 7") else ("5", "3")
     found += f"; jupyterlab-manager {version or 'is not'} in the Jupyter server ({server})"
@@ -278,14 +271,6 @@ def _server_python() -> str | None:
     except psutil.Error:  # of another user
         return None
     return None
-
-
-def _version_in(folder: Path) -> str:
-    """Return the version of the widgets' JupyterLab extension in ``folder``; "" if it has none."""
-    try:
-        return str(json.loads((folder / _EXTENSION).read_text(encoding="utf-8"))["version"])
-    except (OSError, ValueError, KeyError):
-        return ""
 
 
 _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.config.checks import shown
+from notebook_accel.config.checks import as_seconds, shown
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control.call import Call, NewCall, RankCall
@@ -328,21 +328,24 @@ def check_ranks(config: LaunchConfig) -> None:
 
 def _checked(request: LaunchRequest) -> LaunchRequest:
     function, args, kwargs = request.function, request.args, request.kwargs
-    preflight.check_wait(block=request.block, timeout=request.timeout)
+    if not isinstance(request.block, bool):
+        raise ConfigError(f"block={shown(request.block)}: expected True or False")
+    if request.timeout is not None:
+        as_seconds("timeout", request.timeout, above_zero=True)
     preflight.check_call(function, args, kwargs)
     name = request.name or str(getattr(function, "__name__", type(function).__name__))
     # What a session's ranks are called with is a request of the notebook; names that it pushes are
     # no arguments.
-    shown = named_arguments(function, args, kwargs)
+    named = named_arguments(function, args, kwargs)
     if not request.brings_globals:
-        shown = getattr(function, "args", ()), getattr(function, "kwargs", {})
+        named = getattr(function, "args", ()), getattr(function, "kwargs", {})
     return replace(
         request,
         args=tuple(args),
         kwargs=dict(kwargs),
         # Whoever makes functions names them freely, and the name stands in lines for the person.
         name=one_line(name, _MAX_NAME),
-        arguments=one_line(wording.arguments(*shown), _MAX_ARGUMENTS),
+        arguments=one_line(wording.arguments(*named), _MAX_ARGUMENTS),
         environment=request.environment or rank_environment(request.config),
         view=GuardedView(request.view),
     )

@@ -19,7 +19,7 @@ import psutil
 
 from notebook_accel import tpu
 from notebook_accel.config import LaunchConfig, shares_devices
-from notebook_accel.config.checks import as_seconds, check_enough, shown, too_old_torch
+from notebook_accel.config.checks import check_enough, shown, too_old_torch
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.rank_environment import num_cores, rank_environment
 from notebook_accel.launch.template.handle import ask_template
@@ -81,14 +81,6 @@ def look_at_machine(found: Devices | None = None) -> Machine:
 
 
 # ---- checks ----------------------------------------------------------------------------------
-
-
-def check_wait(*, block: object, timeout: object) -> None:
-    """Raise an error if ``block`` or ``timeout`` of a launch has no valid value."""
-    if not isinstance(block, bool):
-        raise ConfigError(f"block={shown(block)}: expected True or False")
-    if timeout is not None:
-        as_seconds("timeout", timeout, above_zero=True)
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:

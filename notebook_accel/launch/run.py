@@ -261,31 +261,8 @@ class Run:
             raise self._about_this(
                 TimeoutError(f"the run has not ended within {timeout} s; it goes on ({self!r})")
             )
-        self._raise_error()
+        raise_error(self)
         return self
-
-    def _raise_error(self) -> None:
-        """Raise the error of the ended run, with this run as ``error.run``, if it has one."""
-        failure = self.state.failure
-        if failure is not None and failure.is_of_start:
-            raise self._about_this(LaunchError(failure.message))
-        if failure is not None:
-            raise self._about_this(self._worker_error(failure))
-        if self.status != "stopped":
-            return
-        # What the view's summary says is not said twice.
-        kept = "" if self._call.view.is_shown else self.state.rescued_as
-        kept = f"; {RESCUED}{kept}" if kept else ""
-        if self.state.timed_out:
-            text = (
-                f"the run was ended after timeout={self.state.timeout:g} s: pass a larger "
-                f"timeout=, or leave it out{kept}"
-            )
-            raise self._about_this(TimeoutError(text))
-        if not any(rank.returned for rank in self.state.ranks):
-            ended = "killed" if self._call.was_killed else "stopped"
-            text = f"the run was {ended} before it had a result{kept or f' (run {self.id})'}"
-            raise self._about_this(RunStopped(text))
 
     def _worker_error(self, failure: Failure) -> WorkerError:
         # Not part of the failure, which stays on the page and on disk: another launch changes it.
@@ -720,8 +697,28 @@ def call_of(run: Run) -> Call:
 
 
 def raise_error(run: Run) -> None:
-    """Raise the error of a run that has ended; do nothing if it has none."""
-    run._raise_error()
+    """Raise the error of a run that has ended, with it as ``error.run``; do nothing without one."""
+    state, call = run.state, call_of(run)
+    if state.failure is not None:
+        is_of_start = state.failure.is_of_start
+        raise run._about_this(
+            LaunchError(state.failure.message) if is_of_start else run._worker_error(state.failure)
+        )
+    if state.status != "stopped":
+        return
+    # What the view's summary says is not said twice.
+    kept = "" if call.view.is_shown else state.rescued_as
+    kept = f"; {RESCUED}{kept}" if kept else ""
+    if state.timed_out:
+        text = (
+            f"the run was ended after timeout={state.timeout:g} s: pass a larger timeout=, or "
+            f"leave it out{kept}"
+        )
+        raise run._about_this(TimeoutError(text))
+    if not any(rank.returned for rank in state.ranks):
+        ended = "killed" if call.was_killed else "stopped"
+        text = f"the run was {ended} before it had a result{kept or f' (run {run.id})'}"
+        raise run._about_this(RunStopped(text))
 
 
 def results_now(run: Run) -> list[Any]:

@@ -26,7 +26,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -92,7 +92,7 @@ def is_readable(
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IOLBF = 1
-# How late a process without a second thread notices that another one ended.
+# How long a round waits for what it has killed.
 _LOOK_SECONDS = 0.1
 # What forks as fast as it is killed is left alone after so many looks.
 _MAX_ROUNDS = 10
@@ -143,32 +143,11 @@ def await_exit(pid: int, seconds: float) -> None:
 def end_on_hangup(pipe: int, pid: int) -> None:
     """Have a process get SIGIO, which ends it, when all writing ends of ``pipe`` are closed.
 
-    This ends a process that does not run our code yet.
+    This ends a process that does not run our code yet, or is busy with imports.
     """
     with contextlib.suppress(OSError):  # a sandbox without such signals
         fcntl.fcntl(pipe, fcntl.F_SETOWN, pid)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-@contextlib.contextmanager
-def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
-    """Call ``act`` if ``exit_fd`` becomes readable during the block; a timer (SIGALRM) polls it.
-
-    It must be used in the main thread. It is for a process that is busy in the block, for example
-    with imports, and that cannot wait in a second thread, since the process forks.
-    """
-
-    def look(*_: object) -> None:
-        if is_readable(exit_fd):
-            act()
-
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def signal_name(number: int) -> str:

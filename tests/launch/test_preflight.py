@@ -22,7 +22,6 @@ from notebook_accel.launch.preflight import (
     check_call,
     check_files_of_ranks,
     check_port,
-    check_wait,
     crowding,
 )
 from notebook_accel.system import processes
@@ -226,7 +225,8 @@ def test_a_block_that_is_no_flag(block: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [None, 30, 0.5, float("inf"), np.float32(30), np.int64(30)])
 def test_timeouts_that_are_fine(timeout: Any) -> None:
-    check_wait(block=True, timeout=timeout)
+    config = LaunchConfig(engine="inline")
+    assert launch(lambda: 1, config=config, timeout=timeout).results == [1]
 
 
 _WITH_OLD_TORCH = """

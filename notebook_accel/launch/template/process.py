@@ -103,25 +103,25 @@ def serve(fd: int, kernel_pid: int) -> None:
     if os.getppid() != kernel_pid:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(os.devnull, "rb") as nothing:  # in place of the pipe of end_on_hangup
-        os.dup2(nothing.fileno(), 0)
     processes.adopt_orphans()
     # Two descriptors for each agent that lives.
     limits.raise_limit()
-    with processes.acting_on_exit(kernel, end_everything):
-        # The collector would look through what is imported again and again, which takes a tenth of
-        # the time of the imports.
-        gc.disable()
-        for name in _PRELOADED:
-            import_module(name)
-        tpu.backends()
-        # The first such block of a process imports more (torch 2.13): every optimizer's step has
-        # one, and it would take each rank some 5 ms.
-        with import_module("torch").autograd.profiler.record_function("template"):
-            pass
-        gc.enable()
-        # Not collected before: that takes 0.3 s, in which the first launch may wait.
-        gc.freeze()
+    # The collector would look through what is imported again and again, which takes a tenth of the
+    # time of the imports.
+    gc.disable()
+    for name in _PRELOADED:
+        import_module(name)
+    tpu.backends()
+    # The first such block of a process imports more (torch 2.13): every optimizer's step has one,
+    # and it would take each rank some 5 ms.
+    with import_module("torch").autograd.profiler.record_function("template"):
+        pass
+    gc.enable()
+    # Not collected before: that takes 0.3 s, in which the first launch may wait.
+    gc.freeze()
+    # In place of the pipe of end_on_hangup: from now on the server watches the kernel.
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     channel = Channel(socket.socket(fileno=fd))
     with suppress(OSError):
         channel.send(wire.TemplateReady(version=wire.VERSION))
@@ -139,7 +139,6 @@ class Server:
         self.selector = selectors.DefaultSelector()
         self._is_retired = False
         self._preparer = Preparer(self)
-        self._kernel_gone = partial(end_everything, self._agents)
         self.selector.register(self.kernel, selectors.EVENT_READ, self._kernel_gone)
         self.selector.register(self._channel, selectors.EVENT_READ, self._from_kernel)
 
@@ -157,6 +156,13 @@ class Server:
 
     def kill_descendants(self) -> list[int]:
         return processes.kill_descendants(keep={*self._agents, *self._preparer.pids})
+
+    def _kernel_gone(self) -> None:
+        """Kill all descendants, remove the scratch files of the agents, and exit this process."""
+        reaped = processes.kill_descendants()
+        for agent, run in self._agents.items():
+            processes.remove_scratch(run, agent, used_by=reaped)
+        os._exit(0)
 
     def _from_kernel(self) -> None:
         try:
@@ -229,13 +235,14 @@ class Server:
             with ours, theirs:
                 pid = fork(lambda: _answer_devices(Channel(theirs), message.environment, me))
                 theirs.close()
-                channel = Channel(ours)
-                ours.settimeout(_ANSWER_SECONDS)
-                with (
-                    processes.acting_on_exit(self.kernel, self._kernel_gone),
-                    suppress(EOFError, OSError),
-                ):
-                    answer, _ = channel.receive()
+                with selectors.DefaultSelector() as either, suppress(EOFError, OSError):
+                    either.register(ours, selectors.EVENT_READ)
+                    either.register(self.kernel, selectors.EVENT_READ)
+                    ready = {key.fileobj for key, _ in either.select(_ANSWER_SECONDS)}
+                    if self.kernel in ready:
+                        self._kernel_gone()
+                    elif ready:
+                        answer, _ = Channel(ours).receive()
                 processes.kill_tree([pid])
                 os.waitpid(pid, 0)
         except OSError as error:  # no room for one more process, or for a descriptor
@@ -288,30 +295,13 @@ def traceback_of(pid: int, output: str) -> str:
     return text.partition(_END)[0] if found else ""
 
 
-def end_everything(runs: Mapping[int, str] | None = None) -> None:
-    """Kill all descendants, remove the scratch files of the agents, and exit this process.
-
-    Called when the kernel's process has ended.
-
-    Args:
-        runs: for each agent's pid, the id of its run; None for no agents.
-    """
-    reaped = processes.kill_descendants()
-    for agent, run in (runs or {}).items():
-        processes.remove_scratch(run, agent, used_by=reaped)
-    os._exit(0)
-
-
 def run_agent(message: wire.ForkAgent, fd: int, kernel: int) -> None:
     """Run the agent of a run in this process, in a session of its own."""
     from notebook_accel.launch import agent
 
     os.setsid()
-    # The template, which would end this process with the kernel, may be gone itself.
-    with processes.acting_on_exit(kernel, end_everything):
-        channel = (FramedChannel if message.is_remote else Channel)(socket.socket(fileno=fd))
-        first = channel.receive()
-    agent.main(channel, kernel, first)
+    channel = (FramedChannel if message.is_remote else Channel)(socket.socket(fileno=fd))
+    agent.main(channel, kernel, channel.receive())
 
 
 # ---- the prepared template, as the clean one keeps it ---------------------------------------
@@ -439,17 +429,15 @@ class Preparer:
             self._kill(made)
             return
         for message, _ in messages:
-            if made is self._now and isinstance(message, wire.Importing):
-                self._hear(made, message)
-
-    def _hear(self, made: _Prepared, message: wire.Importing) -> None:
-        made.importing = message.item
-        made.files.update(message.files)
-        if message.problem:
-            self._leave_out(made, message.problem)
-        elif message.item and message.error:
-            self._failed[message.item.module] = message.error
-        self._go_on()
+            if made is not self._now or not isinstance(message, wire.Importing):
+                continue
+            made.importing = message.item
+            made.files.update(message.files)
+            if message.problem:
+                self._leave_out(made, message.problem)
+            elif message.item and message.error:
+                self._failed[message.item.module] = message.error
+            self._go_on()
 
     def _leave_out(self, made: _Prepared, why: str) -> None:
         assert made.importing is not None

@@ -89,30 +89,26 @@ def _follow_fastai(learner: Any) -> None:
 
 
 def _follow_summary_writer(module: Any) -> None:
-    writer = module.SummaryWriter
-    add_scalar, add_scalars = writer.add_scalar, writer.add_scalars
+    def follow(name: str) -> None:
+        plain = getattr(module.SummaryWriter, name)
+        bind = inspect.signature(plain).bind
 
-    @functools.wraps(add_scalar)
-    def scalar(
-        self: Any, tag: str, scalar_value: Any, global_step: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        add_scalar(self, tag, scalar_value, global_step, *args, **kwargs)
-        report({tag: scalar_value}, global_step)
+        @functools.wraps(plain)
+        def add(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            _, tag, given, *_ = bind(*args, **kwargs).args
+            step = bind(*args, **kwargs).arguments.get("global_step")
+            is_one = name == "add_scalar"
+            values = {tag: given} if is_one else {f"{tag}/{one}": given[one] for one in given}
+            here: Any = inspect.currentframe()
+            caller = str(here.f_back.f_globals.get("__name__"))
+            if caller.partition(".")[0] not in _HEARD_ALREADY:
+                _report(values, step)
 
-    @functools.wraps(add_scalars)
-    def scalars(
-        self: Any, main_tag: str, tag_scalar_dict: Any, global_step: Any = None, *args: Any
-    ) -> None:
-        add_scalars(self, main_tag, tag_scalar_dict, global_step, *args)
-        report({f"{main_tag}/{tag}": one for tag, one in tag_scalar_dict.items()}, global_step)
+        setattr(module.SummaryWriter, name, add)
 
-    def report(values: dict[str, Any], step: Any) -> None:
-        here: Any = inspect.currentframe()
-        caller = str(here.f_back.f_back.f_globals.get("__name__"))
-        if caller.partition(".")[0] not in _HEARD_ALREADY:
-            _report(values, step)
-
-    writer.add_scalar, writer.add_scalars = scalar, scalars
+    follow("add_scalar")
+    follow("add_scalars")
 
 
 def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from types import FrameType, TracebackType
+from types import TracebackType
 
 
 def exit_code(error: SystemExit) -> int:
@@ -47,16 +47,14 @@ def users_frames(error: BaseException, *, caller: str = "") -> TracebackType | N
         caller: path of the package's file that called the user's function; "" for none.
     """
     entry = error.__traceback__
-    while entry is not None and _is_ours(entry.tb_frame, caller):
+    while entry is not None and (
+        entry.tb_frame.f_code.co_filename == caller
+        # IPython and pytest hide frames by it; IPython's own between a cell and ours have it.
+        or "__tracebackhide__" in entry.tb_frame.f_locals
+    ):
         entry = entry.tb_next
     # An error of ours alone, as one that says what cannot be returned, keeps its frames.
     return entry or error.__traceback__
-
-
-def _is_ours(frame: FrameType, caller: str) -> bool:
-    # IPython and pytest hide frames by `__tracebackhide__`; IPython's own frames between a cell and
-    # ours have it.
-    return frame.f_code.co_filename == caller or "__tracebackhide__" in frame.f_locals
 
 
 def error_text(error: BaseException) -> str:
