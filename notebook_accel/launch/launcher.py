@@ -330,8 +330,9 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
     function, args, kwargs = request.function, request.args, request.kwargs
     if not isinstance(request.block, bool):
         raise ConfigError(f"block={shown(request.block)}: expected True or False")
-    if request.timeout is not None:
-        as_seconds("timeout", request.timeout, above_zero=True)
+    timeout = request.timeout
+    if timeout is not None:
+        timeout = as_seconds("timeout", timeout, above_zero=True)
     preflight.check_call(function, args, kwargs)
     name = request.name or str(getattr(function, "__name__", type(function).__name__))
     # What a session's ranks are called with is a request of the notebook; names that it pushes are
@@ -343,6 +344,7 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
         request,
         args=tuple(args),
         kwargs=dict(kwargs),
+        timeout=timeout,
         # Whoever makes functions names them freely, and the name stands in lines for the person.
         name=one_line(name, _MAX_NAME),
         arguments=one_line(wording.arguments(*named), _MAX_ARGUMENTS),

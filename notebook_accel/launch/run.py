@@ -318,8 +318,7 @@ class Run:
             'succeeded'
         """
         if grace is not None:
-            as_seconds("grace", grace)
-            grace = float(grace)
+            grace = as_seconds("grace", grace)
         self._call.stop(grace)
 
     def kill(self) -> None:
