@@ -37,21 +37,14 @@ def forget_exit_functions() -> None:
 
 
 def run_exit_functions() -> None:
-    """Call now the functions registered with ``atexit``.
+    """Call the functions registered with ``atexit``; have multiprocessing end its workers.
 
     This uses ``atexit._run_exitfuncs``. If Python removed it, these functions would never be called
-    in a rank: a process that multiprocessing forked ends without calling them.
+    in a rank: a process that multiprocessing forked ends without calling them. It also uses
+    ``util._run_finalizers``. If Python removed it, a pool would wait for ever if a worker got
+    SIGTERM, as all remaining children of a rank do next, while it held a lock.
     """
     atexit._run_exitfuncs()
-
-
-def run_finalizers() -> None:
-    """Make multiprocessing's pools and managers end their workers.
-
-    A rank calls this before it ends its remaining children by a signal. This uses
-    ``util._run_finalizers``. If Python removed it, a pool would wait for ever if a worker got
-    SIGTERM while it held a lock.
-    """
     util._run_finalizers(0)  # type: ignore[attr-defined]
 
 

@@ -110,6 +110,8 @@ def serve(fd: int, kernel_pid: int) -> None:
     # time of the imports.
     gc.disable()
     for name in _PRELOADED:
+        if processes.is_readable(kernel):  # a child of the kernel has kept end_on_hangup's pipe
+            return
         import_module(name)
     tpu.backends()
     # The first such block of a process imports more (torch 2.13): every optimizer's step has one,
@@ -550,7 +552,14 @@ def _import(channel: Channel, message: wire.Import) -> None:
             before = {*sys.modules}
             # It ends the process, whatever hangs.
             signal.setitimer(signal.ITIMER_REAL, _IMPORT_SECONDS)
-            error = _import_item(item)
+            error = ""
+            try:
+                module = import_module(item.module)
+                for name in item.names:
+                    if not hasattr(module, name):
+                        import_module(f"{item.module}.{name}")
+            except BaseException as failed:  # of the library; the kernel may be more lucky
+                error = f"{type(failed).__name__}: {failed}"[:_MAX_ERROR]
             signal.setitimer(signal.ITIMER_REAL, 0)
             new = [file_of(sys.modules.get(name)) for name in sys.modules.keys() - before]
             problem = _read_files([*filter(None, new)], files) or _left_behind(channel.fileno())
@@ -560,18 +569,6 @@ def _import(channel: Channel, message: wire.Import) -> None:
     # Not collected before: that takes 0.3 s, and frees little.
     gc.freeze()
     channel.send(wire.Importing(files=files))
-
-
-def _import_item(item: wire.ImportItem) -> str:
-    """Import an item; return the exception that this raised, or ""."""
-    try:
-        module = import_module(item.module)
-        for name in item.names:
-            if not hasattr(module, name):
-                import_module(f"{item.module}.{name}")
-    except BaseException as error:  # of the library; the kernel may be more lucky
-        return f"{type(error).__name__}: {error}"[:_MAX_ERROR]
-    return ""
 
 
 def _read_files(paths: Sequence[str], times: dict[str, int]) -> str:

@@ -150,30 +150,29 @@ class _Outbox:
         Args:
             display_id: id by which it can be replaced later; "" if it cannot.
         """
-        text = str(data.get("text/plain", ""))
+        text, why = str(data.get("text/plain", "")), ""
         size = _size(data)
         context = this_rank.current()
         is_printed = set(data) == {"text/plain"} and not display_id
         if is_printed or not isinstance(context, this_rank.LaunchedContext):
             sys.stdout.write(f"{text}\n")
         elif not context.is_own_process:  # a child that was forked: it does not speak for the rank
-            sys.stdout.write(f"{text} (not shown: a child process of the rank displayed it)\n")
+            why = "a child process of the rank displayed it"
         elif size > _MAX_BYTES:
-            megabytes, limit = size / 1e6, _MAX_BYTES / 1e6
-            sys.stdout.write(
-                f"{text} (not shown: {megabytes:.1f} MB, the limit is {limit:.0f} MB)\n"
-            )
+            why = f"{size / 1e6:.1f} MB, the limit is {_MAX_BYTES / 1e6:.0f} MB"
         elif self._waits(data, display_id, is_update=is_update):
             # Before its turn it waits for the next that waits, or for the end of the call.
             if time.monotonic() >= self._turn:
                 self.send_waiting()
         elif not self._bucket.try_take():
-            sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
+            why = "this rank displays too much"
         else:
             # Another thread may be sending what waited for this id: this is newer, and comes after.
             with self._lock:
                 self._waiting = [one for one in self._waiting if one[1] != display_id]
-                self._report(context, data, display_id)
+                self._report(data, display_id)
+        if why:
+            sys.stdout.write(f"{text} (not shown: {why})\n")
 
     def _waits(self, data: dict[str, str], display_id: str, *, is_update: bool) -> bool:
         """Keep what takes the place of something until its turn; return whether this does."""
@@ -188,12 +187,10 @@ class _Outbox:
                 del self._waiting[:-_BURST]
             return True
 
-    def _report(
-        self, context: this_rank.LaunchedContext, data: dict[str, str], display_id: str, **how: bool
-    ) -> None:
+    def _report(self, data: dict[str, str], display_id: str, **how: bool) -> None:
         self._sent.add(display_id)
         self._has_shown = True
-        context.report(wire.Displayed, data=data, display_id=display_id, **how)
+        this_rank.current().report(wire.Displayed, data=data, display_id=display_id, **how)
 
     def clear(self, *, wait: bool) -> None:
         context = this_rank.current()
@@ -228,7 +225,7 @@ class _Outbox:
                     self._bucket = TokenBucket(_BURST, _PER_SECOND)
             for index, (data, display_id) in enumerate(waiting):
                 how = {"clears": index == 0} if clears else {"replaces": True}
-                self._report(context, data, display_id, **how)
+                self._report(data, display_id, **how)
 
 
 _outbox = _Outbox()

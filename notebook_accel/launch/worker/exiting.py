@@ -48,8 +48,6 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
     too_long.start()
     # A process of multiprocessing ends without running these, so they are run here.
     of_libraries.run_exit_functions()
-    # Before its workers get a signal: if a worker dies with a lock, its pool waits for it for ever.
-    of_libraries.run_finalizers()
     if processes.has_children():
         children = [child for child in psutil.Process().children() if not _is_tracker(child)]
         for child in children:
