@@ -23,6 +23,7 @@ from notebook_accel.config.checks import check_enough, shown, too_old_torch
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.rank_environment import num_cores, rank_environment
 from notebook_accel.launch.template.handle import ask_template
+from notebook_accel.launch.text.wording import did_you_mean
 from notebook_accel.system import processes
 from notebook_accel.system.interrupts import held
 from notebook_accel.system.limits import check_open_files, files_needed, hard_limit
@@ -115,9 +116,15 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        name = getattr(function, "__name__", "the function")
+        name, known = getattr(function, "__name__", "the function"), signature.parameters
+        why, unknown = str(error), [one for one in kwargs or () if one not in known]
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
+        if unknown and not takes_any:
+            # Of a misspelt argument Python may say that another one is missing.
+            why += "" if repr(unknown[0]) in why else f"; it takes no argument {unknown[0]!r}"
+            why += did_you_mean(unknown[0], known)
         raise ConfigError(
-            f"{name}{signature} cannot be called with these arguments: {error}"
+            f"{name}{signature} cannot be called with these arguments: {why}"
         ) from None
 
 

@@ -114,20 +114,18 @@ class MetricsView:
         }
         original = self._read_original()
         metrics: dict[str, dict[str, Curve]] = {}
-        lines: dict[str, dict[str, Sequence[Point]]] = {}
         for name, curve in charts.items():
-            metrics[name], lines[name] = {"": curve}, {"": smoothed(points[name], smoothing)}
+            metrics[name] = {"": curve.with_points(smoothed(points[name], smoothing))}
             before = _between(original[name].points(), steps) if name in original else []
             if before:
-                metrics[name][ORIGINAL] = original[name]
-                lines[name][ORIGINAL] = smoothed(before, smoothing)
+                metrics[name][ORIGINAL] = original[name].with_points(smoothed(before, smoothing))
             elif smoothing:
-                lines[name]["as logged"] = points[name]
-        is_there = any(len(each) > 1 for each in metrics.values())
+                metrics[name]["as logged"] = curve.with_points(points[name])
+        is_there = any(ORIGINAL in each for each in metrics.values())
         about = element("div", f"pale: {self._original}", class_="na-original")
         # The last page is as high as the others.
         places = _PAGE_SIZE if len(group) > _PAGE_SIZE else 0
-        drawn = draw_metrics(metrics, points=lines, num_places=places, is_live=True, is_log=is_log)
+        drawn = draw_metrics(metrics, num_places=places, is_live=True, is_log=is_log)
         self._charts.value = str(join([about, drawn]) if is_there else drawn)
         if is_csv_asked:
             self._csv_asked.clear()

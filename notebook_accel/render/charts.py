@@ -200,24 +200,21 @@ def _share(value: float, low: float, high: float) -> float:
 def draw_metrics(
     metrics: Mapping[str, Mapping[str, Curve]],
     *,
-    points: Mapping[str, Mapping[str, Sequence[Point]]] | None = None,
     num_places: int = 0,
     is_live: bool = False,
     **how: Any,
 ) -> Markup:
-    """Return charts of metrics, each with the curves of runs by what these are called.
+    """Return charts of metrics, each with its curves by what these are called.
+
+    The first one is in colour. What is called "" is not named, and the others are for comparison.
 
     Args:
-        points: what is drawn of each metric, by what it is called; None for the curves.
         num_places: the least number of places of live charts, so that all pages are equally high.
         is_live: a style sheet, ``charts.css``, says how they are drawn, and all are one message.
         how: as for :func:`chart`.
     """
     how = {"num_charts": len(metrics) if is_live else 1, "is_live": is_live, **how}
-    parts = [
-        _plot(name, curves, None if points is None else points[name], **how)
-        for name, curves in metrics.items()
-    ]
+    parts = [_plot(name, curves, **how) for name, curves in metrics.items()]
     if is_live:
         parts += [[]] * (num_places - len(parts))
         plots = [element("div", *part, class_="na-chart") for part in parts]
@@ -234,15 +231,14 @@ def draw_metrics(
 def _plot(
     name: str,
     curves: Mapping[str, Curve],
-    points: Mapping[str, Sequence[Point]] | None,
     *,
     colours: Mapping[str, str] | None = None,
     is_log: bool = False,
     **how: Any,
 ) -> list[Markup]:
-    if points is None:
-        points = {called: curve.points() for called, curve in curves.items()}
-    own, curve = next(iter(points.values())), next(iter(curves.values()))
+    points = {called: curve.points() for called, curve in curves.items()}
+    first, curve = next(iter(curves.items()))
+    own = points[first]
     title = shorten(one_line(name, 90), 120)
     head = [element("b", name_of(name), class_="na-name", title=title)]
     # Not its last point: of several values at one step, that is the highest.
@@ -252,20 +248,21 @@ def _plot(
         is_log, about = False, "a logarithmic scale needs values above zero"
         head.append(element("span", "\N{NO-BREAK SPACE} linear", title=about))
     notes: list[Markup] = []
-    for called, each in [*curves.items()][: 1 if ORIGINAL in curves else None]:
+    for called, each in curves.items():
         note, style = not_finite_note(each.not_finite), "font-size:11px;color:#b7791f"
-        if note and called:
+        if note and first:
             notes.append(element("div", f"{called}: {note}", style=style))
-        elif note:  # beside the value: below the chart it would move all that follows as it comes
+        elif note and not called:
+            # Beside the value: below the chart it would move all that follows as it comes.
             head.append(element("span", f"\N{NO-BREAK SPACE} {note}", title=note, style=style))
     parts = [element("div", *head, class_="na-chart-head")]
-    if len(curves) > 1 and not colours and ORIGINAL not in curves:
-        about = f"in colour: {next(iter(curves))}"
+    if first and len(curves) > 1 and not colours:
+        about = f"in colour: {first}"
         parts.append(element("div", about, style="opacity:.65;font-size:11px"))
     # Of a range of steps there may be no value.
     if own and max(map(len, points.values())) > 1:
-        first, step = wording.number(own[0][1]), wording.count(own[-1][0])
-        alt = f"{name_of(name)}: {first} → {last} at step {step}"
+        begin, step = wording.number(own[0][1]), wording.count(own[-1][0])
+        alt = f"{name_of(name)}: {begin} → {last} at step {step}"
         marks = curve.marks
         parts.append(chart(points, alt=alt, colours=colours, is_log=is_log, marks=marks, **how))
     return [*parts, *notes]

@@ -132,7 +132,7 @@ def test_bad_input_starts_nothing() -> None:
         ("is no list", {"lr": 0.1}, {}),
         ("expected a dictionary of lists", 3, {}),
         ("takes no argument 'lrr'; did you mean lr", {"lrr": [1]}, {}),
-        ("takes no argument 'b'", [{"lr": 1}, {"lr": 2, "b": 1}], {}),
+        ("unexpected keyword argument 'b'", [{"lr": 1}, {"lr": 2, "b": 1}], {}),
         ("both in space and in kwargs", {"lr": [1]}, {"kwargs": {"lr": 1}}),
         ("only for a space of Optuna", {"lr": [1]}, {"num_trials": 3}),
         ("metric is missing", {"lr": [1]}, {"pruner": object()}),
@@ -332,7 +332,8 @@ def seen(number: int, values: Sequence[float], **arguments: object) -> Seen:
     run: Any = SimpleNamespace(state=state, status="running")
     trial = Seen(number=number, chosen=TrialChoice(arguments, {}), run=run, asked=None, mode="min")
     for step, value in enumerate(values):
-        trial._add(value, step)
+        trial.newest = value
+        trial.curve.add(step, value)
     return trial
 
 

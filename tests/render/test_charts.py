@@ -120,12 +120,12 @@ def test_a_line_with_values_to_hover_over() -> None:
 def test_the_values_themselves_are_pale_behind_a_smooth_line() -> None:
     noisy = curve_of((float(step), step % 2) for step in range(100))
     (only,) = heights(render_charts({"loss": noisy}))
-    points = noisy.points()
-    both = {"loss": {"": smoothed(points, 0.97), "as logged": points}}
-    raw, smooth = heights(render_charts({"loss": noisy}, points=both))
+    smooth_curve = noisy.with_points(smoothed(noisy.points(), 0.97))
+    markup = draw_metrics({"loss": {"": smooth_curve, "as logged": noisy}}, is_live=True)
+    raw, smooth = heights(markup)
     assert raw == only
     assert max(smooth[9:]) - min(smooth[9:]) < (max(raw) - min(raw)) / 3
-    colours = re.findall(r"<path.*? stroke='(#\w+)'", render_charts({"loss": noisy}, points=both))
+    colours = re.findall(r"<path.*? stroke='(#\w+)'", markup)
     assert colours == ["#808080", "#2f86d6"]
 
 
@@ -166,11 +166,10 @@ def test_a_single_value_and_one_that_is_no_number() -> None:
 @pytest.mark.parametrize("num_charts", [1, 6])
 @pytest.mark.parametrize("smoothing", [0.0, 0.9])
 def test_a_page_is_small(num_charts: int, smoothing: float) -> None:
-    shown = {f"{HOSTILE}{n}": falling() for n in range(num_charts)}
-    points = {name: curve.points() for name, curve in shown.items()}
-    raw = {name: {"as logged": each} if smoothing else {} for name, each in points.items()}
-    lines = {name: {"": smoothed(each, smoothing), **raw[name]} for name, each in points.items()}
-    markup = render_charts(shown, points=lines)
+    curve = falling()
+    drawn = {"": curve.with_points(smoothed(curve.points(), smoothing))}
+    drawn |= {"as logged": curve} if smoothing else {}
+    markup = draw_metrics({f"{HOSTILE}{n}": drawn for n in range(num_charts)}, is_live=True)
     assert message_bytes(markup) < 24_000
     assert "script" not in Tags(markup).tags
 
@@ -190,9 +189,8 @@ def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
 
 
 def test_an_infinite_value_of_a_range_of_steps_leaves_the_logarithmic_scale() -> None:
-    points = {"loss": {"": [(0.0, 1.0), (1.0, -math.inf), (2.0, 0.1)]}}
-    metrics = {"loss": {"": falling()}}
-    assert "linear" not in draw_metrics(metrics, points=points, is_live=True, is_log=True)
+    part = falling().with_points([(0.0, 1.0), (1.0, -math.inf), (2.0, 0.1)])
+    assert "linear" not in render_charts({"loss": part}, is_log=True)
 
 
 def test_a_range_of_steps_without_values_has_no_chart() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -134,6 +135,12 @@ class Curve:
         if self._points:
             last = max(x for x, _ in self._points)
             self.marks = (*self.marks, (last, name, value))[-_MAX_MARKS:]
+
+    def with_points(self, points: Sequence[Point]) -> Curve:
+        """Return this curve with other points to draw: some of its own, or smoothed ones."""
+        drawn = copy(self)
+        drawn._points = list(points)
+        return drawn
 
     def points(self) -> list[Point]:
         """Return the points (step, value) to draw (:func:`thin_out`).

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
 from itertools import product
 from typing import Any
@@ -24,7 +24,7 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.engines.ray import num_places
 from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import VISIBLE_OF_KIND
-from notebook_accel.notebook.sweeps.trial import SweepFolder, Trial, TrialChoice, TrialRecord
+from notebook_accel.notebook.sweeps.trial import SweepFolder, Trial, TrialChoice
 
 _EXPECTED = (
     'expected a dictionary of lists ({"lr": [0.1, 0.01]}), a list of dictionaries, or a dictionary '
@@ -54,6 +54,8 @@ class Arguments:
         self._points: list[dict[str, Any]] | None = None
         self._distributions: dict[str, Any] = {}
         self._num_asked = 0
+        # Numbers in the study of the trials that have begun.
+        self._began: set[int | None] = set()
         self._added: deque[TrialChoice] = deque()
         self._adding, self._is_closed = threading.Lock(), False
         if isinstance(space, Mapping) and any(map(_is_distribution, space.values())):
@@ -85,6 +87,7 @@ class Arguments:
             ) from None
         from optuna.storages import journal
 
+        self._optuna: Any = optuna
         folder.make()
         file = journal.JournalFileBackend(str(folder.path / "study.log"))
         # It says in the cell what its file is called, otherwise.
@@ -130,44 +133,41 @@ class Arguments:
         if self._added:
             return self._added.popleft(), None
         asked: Any = None if self.study is None else self.study.ask(self._distributions)
-        if self._points is None:
-            return TrialChoice(asked.params, {}), asked
-        return TrialChoice(next(self._unused), {}), asked
+        arguments = asked.params if self._points is None else next(self._unused)
+        return TrialChoice(arguments, {}, asked=None if asked is None else asked.number), asked
 
-    def ask_again(self, record: TrialRecord) -> tuple[Any, int, bool]:
+    def ask_again(self, chosen: TrialChoice) -> tuple[Any, dict[str, Any]]:
         """Note a trial that another kernel began.
 
         Returns:
-            Its Optuna trial (None if the study knows its end), its last step, and whether it was
-            pruned.
+            Its Optuna trial (None if the study knows its end), and what the study knows of it, by
+            the names that ``Trial`` has for that.
         """
         self._num_asked += 1
-        if record.chosen.origin:
+        if chosen.origin:
             self.num_trials += 1
         elif self._points is not None:
             next(self._unused)
-        if record.asked is None:
-            return None, -1, False
-        from optuna.trial import Trial as Asked
-        from optuna.trial import TrialState
-
-        frozen = self.study.trials[record.asked]
-        step = -1 if frozen.last_step is None else frozen.last_step
-        if frozen.state.is_finished():
-            return None, step, frozen.state == TrialState.PRUNED
+        if chosen.asked is None:
+            return None, {}
+        self._began.add(chosen.asked)
+        frozen, trials = self.study.trials[chosen.asked], self._optuna.trial
+        known = {
+            "last_step": -1 if frozen.last_step is None else frozen.last_step,
+            "pruned": frozen.state == trials.TrialState.PRUNED,
+        }
         # A file of its own has this study alone: ids are numbers there.
-        return Asked(self.study, record.asked), step, False
+        is_over = frozen.state.is_finished()
+        return None if is_over else trials.Trial(self.study, chosen.asked), known
 
-    def give_up_others(self, records: Sequence[TrialRecord]) -> None:
-        """Tell the study that trials which it was asked for, and that never began, have failed."""
+    def give_up_others(self) -> None:
+        """Tell the study that trials which another kernel asked for and never began have failed."""
         if self.study is None:
             return
-        from optuna.trial import TrialState
-
-        began = {record.asked for record in records}
-        for each in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if each.number not in began:
-                self.study.tell(each.number, state=TrialState.FAIL)
+        states = self._optuna.trial.TrialState
+        for each in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+            if each.number not in self._began:
+                self.study.tell(each.number, state=states.FAIL)
 
     def should_prune(self, trial: Trial, *, after_turn: bool = False) -> bool:
         """Return whether the pruner ends a trial by its newest report."""
@@ -182,12 +182,11 @@ class Arguments:
         """Tell the study how a trial ended; a value that is not finite is a failure there."""
         if asked is None:
             return
-        from optuna.trial import TrialState
-
+        states = self._optuna.trial.TrialState
         if failed or value is None or not math.isfinite(value):
-            self.study.tell(asked, state=TrialState.FAIL)
+            self.study.tell(asked, state=states.FAIL)
         elif pruned:
-            self.study.tell(asked, state=TrialState.PRUNED)
+            self.study.tell(asked, state=states.PRUNED)
         else:
             self.study.tell(asked, value)
 

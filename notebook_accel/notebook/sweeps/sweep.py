@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -39,13 +39,7 @@ from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of, trial_to_launch
 from notebook_accel.notebook.sweeps.panel import SweepPanel, as_bundle, in_order
 from notebook_accel.notebook.sweeps.space import LEASES, Arguments, Leases
-from notebook_accel.notebook.sweeps.trial import (
-    SweepFolder,
-    Trial,
-    TrialChoice,
-    TrialRecord,
-    in_a_line,
-)
+from notebook_accel.notebook.sweeps.trial import SweepFolder, Trial, TrialChoice, in_a_line
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import Dashboard, choose_view
 from notebook_accel.system.interrupts import held
@@ -104,10 +98,9 @@ class Sweep:
         self._said = ""
         self._failures: dict[tuple[Any, ...], list[BaseException]] = {}
         self._error: BaseException | None = None
-        records = folder.trials()
-        for record in records:
-            self._take_up(record)
-        arguments.give_up_others(records)
+        for run_id, chosen in folder.trials():
+            self._take_up(run_id, chosen)
+        arguments.give_up_others()
         self._stop_asked, self._ended = threading.Event(), threading.Event()
         self._kernel, self._is_shown = clicks.find_kernel(), view != "none"
         self._slot = DisplaySlot()
@@ -284,8 +277,8 @@ class Sweep:
             while self._running or self._paused:
                 self._wait_for_an_end()
                 self._look()
-            if self._error is None and self._is_fruitless() and not self._stop_asked.is_set():
-                self._error = self._never_logged()
+            if not self._stop_asked.is_set():
+                self._check_metric()
             # An error in what is shown ends no training.
             self._guard(self._draw, True)
         finally:
@@ -315,35 +308,36 @@ class Sweep:
         if devices is None:
             return False
         chosen, asked = self._arguments.ask()
-        number, run_id = len(self._trials), new_run_id()
+        run_id = new_run_id()
         if self._folder.has_call:
             # Before the launch: the kernel may be killed in its midst, and the trial goes on.
-            of_study = None if asked is None else asked.number
-            self._folder.add(TrialRecord(run_id, chosen, of_study))
+            self._folder.add(run_id, chosen)
         of_sweep = TrialOf(
-            sweep=self.id, name=self._name, number=number, metric=self._metric, mode=self._mode
+            sweep=self.id,
+            name=self._name,
+            number=len(self._trials),
+            metric=self._metric,
+            mode=self._mode,
         )
         of_clone = {"knobs": chosen.knobs, "origin": chosen.origin}
         trial_to_launch.set({"run_id": run_id, "trial": of_sweep, **of_clone})
-        run = self._launch(chosen, devices)
-        trial = Trial(number=number, chosen=chosen, run=run, asked=asked, mode=self._mode)
-        trial.rounds = self._rounds
-        self._trials.append(trial)
+        self._follow(chosen, self._launch(chosen, devices), asked)
         return True
 
-    def _take_up(self, record: TrialRecord) -> None:
+    def _follow(self, chosen: TrialChoice, run: Run, asked: Any, **of_study: Any) -> None:
+        number, mode, rounds = len(self._trials), self._mode, self._rounds
+        self._trials.append(Trial(number, chosen, run, asked, mode, rounds, **of_study))
+
+    def _take_up(self, run_id: str, chosen: TrialChoice) -> None:
         """Follow a trial that another kernel began: it goes on, or has ended."""
-        asked, step, pruned = self._arguments.ask_again(record)
+        asked, of_study = self._arguments.ask_again(chosen)
         try:
             view = partial(choose_view, "none")
-            run = detached.attach(record.run, view=view, view_of_past=view)
+            run = detached.attach(run_id, view=view, view_of_past=view)
         except NotebookAccelError as error:
             self._said = f"a trial is left out: {one_line(str(error), 200)}"
             return
-        number = len(self._trials)
-        trial = Trial(number=number, chosen=record.chosen, run=run, asked=asked, mode=self._mode)
-        trial.last_step, trial.pruned = step, pruned
-        self._trials.append(trial)
+        self._follow(chosen, run, asked, **of_study)
 
     def _can_begin(self, first: Trial) -> bool:
         """Return whether a further trial begins before ``first``, which is paused, goes on."""
@@ -421,20 +415,20 @@ class Sweep:
             alike.append(trial.error() or RuntimeError())
             if len(alike) >= self._max_failures and self._error is None:
                 self._error = alike[0]
-        elif self._is_fruitless(self._max_failures) and self._error is None:
-            self._error = self._never_logged()
+        else:
+            self._check_metric(self._max_failures)
 
-    def _is_fruitless(self, least: int = 1) -> bool:
-        """Return whether so many trials have succeeded and none has logged the metric."""
+    def _check_metric(self, least: int = 1) -> None:
+        """End the sweep by an error if so many trials succeeded and none has logged the metric."""
         succeeded = sum(trial.status == "succeeded" for trial in self._trials)
         has_value = any(trial.newest is not None for trial in self._trials)
-        return self._metric is not None and succeeded >= least and not has_value
-
-    def _never_logged(self) -> ConfigError:
-        return ConfigError(f"no trial has logged {self._metric!r}{self._what_was_logged()}")
+        if self._metric is None or succeeded < least or has_value or self._error is not None:
+            return
+        self._error = ConfigError(f"no trial has logged {self._metric!r}{self._what_was_logged()}")
 
     def _what_was_logged(self) -> str:
-        names = dict.fromkeys(name for trial in self._trials for name in trial.logged)
+        ranks = (rank for trial in self._trials for rank in trial.run.state.ranks)
+        names = dict.fromkeys(name for rank in ranks for name in rank.metrics)
         listed = one_line(", ".join(names), 200) or "nothing, by accelerator.log or otherwise"
         return f"; they logged {listed}"
 
@@ -614,7 +608,6 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
     for sample in arguments.samples:
         if twice := [name for name in sample if name in kwargs]:
             raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
-        _check_names(function, sample)
         check_call(function, args, {**kwargs, **sample})
     choose_view(launch.get("view", "auto"))  # for its check alone
     config, _ = resolve(settings_of(launch), launch.get("config"))
@@ -674,20 +667,6 @@ def _check_asked(asked: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"engine={engine!r} with rounds={rounds}: a paused trial would keep its place"
         )
-
-
-def _check_names(function: Any, names: Iterable[str]) -> None:
-    """Refuse a misspelt argument by its name; ``check_call`` would say that another is missing."""
-    try:
-        known = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
-        return
-    for name in names:
-        if name not in known:
-            meant = wording.did_you_mean(name, known)
-            raise ConfigError(f"space: the function takes no argument {name!r}{meant}")
 
 
 def _check_launch(launch: Mapping[str, Any]) -> None:

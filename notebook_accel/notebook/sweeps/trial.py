@@ -3,7 +3,7 @@
 runs folder/sweeps/20260131-120000-1a2b3c/
   study.log    the Optuna study, if there is one
   call.pkl     the arguments of ``sweep``            } with detach=True
-  trials.pkl   a record for each trial, as it begins }
+  trials.pkl   run id and choice of each trial, as it begins }
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POINTS = 66
 _LENGTH_SECONDS = 1.0
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Trial:
     """One trial of a sweep.
 
@@ -56,7 +56,6 @@ class Trial:
         last_step: that of the value that was reported last.
         is_paused, is_over: whether it waits for its next turn, or has ended and is counted.
         is_next: whether it goes on before all others, once it is paused.
-        logged: the names of all that it logged.
         curve: the values that it logged.
     """
 
@@ -65,15 +64,14 @@ class Trial:
     run: Run
     asked: Any
     mode: str
+    rounds: int = 1
     newest: float | None = None
     pruned: bool = False
-    rounds: int = 1
     turns: int = 0
     pausing: Future[None] | None = None
     is_paused: bool = False
     is_over: bool = False
     is_next: bool = False
-    logged: dict[str, None] = field(default_factory=dict)
     curve: Curve = field(default_factory=lambda: Curve(_POINTS))
     _tail: MetricReader = field(init=False)
     last_step: int = -1
@@ -109,23 +107,19 @@ class Trial:
         """Read what the trial has logged since; yield after each value that Optuna was told of."""
         call_of(self.run).metrics.flush()
         for row in self._tail.read_new():
-            self.logged[row["name"]] = None
-            if row["name"] == metric and self._add(row["value"], row["step"]):
-                yield
-
-    def _add(self, value: float, step: int | None) -> bool:
-        """Note a value; return whether it was reported to Optuna."""
-        self._new_since = self._new_since or time.monotonic()
-        self.newest = value
-        self.curve.add(step, value)
-        # Optuna takes a step once; in many loops the steps begin anew with each epoch.
-        step = self.last_step + 1 if step is None else max(step, self.last_step + 1)
-        is_full = self._num_reports >= _MAX_REPORTS
-        if self.asked is None or self.pruned or is_full or self.turns < self.rounds - 1:
-            return False
-        self.last_step, self._num_reports = step, self._num_reports + 1
-        self.asked.report(value, step)
-        return True
+            if row["name"] != metric:
+                continue
+            self._new_since = self._new_since or time.monotonic()
+            self.newest = row["value"]
+            self.curve.add(row["step"], row["value"])
+            is_full = self._num_reports >= _MAX_REPORTS
+            if self.asked is None or self.pruned or is_full or self.turns < self.rounds - 1:
+                continue
+            # Optuna takes a step once; in many loops the steps begin anew with each epoch.
+            self.last_step = max(row["step"] or 0, self.last_step + 1)
+            self._num_reports += 1
+            self.asked.report(row["value"], self.last_step)
+            yield
 
     @property
     def has_had_its_turn(self) -> bool:
@@ -196,20 +190,14 @@ class TrialChoice(NamedTuple):
         knobs: of a clone, the values with which its knobs begin.
         origin: the id of the run that it is a clone of; "" for what the sweep asks for itself.
         resume: the folder of the checkpoint with which it begins.
+        asked: its number in the study; None without one.
     """
 
     arguments: Mapping[str, Any]
     knobs: Mapping[str, KnobValue]
     origin: str = ""
     resume: str = ""
-
-
-class TrialRecord(NamedTuple):
-    """A trial that begins: its run's id, and its number in the study."""
-
-    run: str
-    chosen: TrialChoice
-    asked: int | None
+    asked: int | None = None
 
 
 class SweepFolder:
@@ -266,16 +254,16 @@ class SweepFolder:
                 "its function uses, and attach again"
             ) from error
 
-    def add(self, trial: TrialRecord) -> None:
+    def add(self, run_id: str, trial: TrialChoice) -> None:
         with open(self._trials, "ab", opener=own_file) as file:
-            cloudpickle.dump(trial, file)
+            cloudpickle.dump((run_id, trial), file)
 
-    def trials(self) -> list[TrialRecord]:
-        """Return the trials that began.
+    def trials(self) -> list[tuple[str, TrialChoice]]:
+        """Return the trials that began, each with the id of its run.
 
         The kernel may have been killed before it launched the one that it recorded last.
         """
-        found: list[TrialRecord] = []
+        found: list[tuple[str, TrialChoice]] = []
         # A record that was cut off by the kernel's end is none.
         with (
             contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError),
@@ -284,8 +272,9 @@ class SweepFolder:
             while True:
                 found.append(pickle.load(file))
         while found:
-            is_kept = detached.has_keeper(found[-1].run)  # asked first: it ends with its run
-            if RunFolder(runs_folder() / found[-1].run).load() is not None:
+            run_id, _ = found[-1]
+            is_kept = detached.has_keeper(run_id)  # asked first: it ends with its run
+            if RunFolder(runs_folder() / run_id).load() is not None:
                 break
             if not is_kept:
                 return found[:-1]
