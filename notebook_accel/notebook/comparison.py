@@ -12,13 +12,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.curves import Curve, chosen, mode_of, to_draw
+from notebook_accel.launch.control.curves import Curve, LiveCurves, chosen, mode_of, to_draw
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
@@ -228,7 +229,7 @@ def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
     call = call_of(run)
     live = call.curves
     if live is not None:
-        return {name: next(iter(live.of(name).values())) for name in live.names}
+        return live.by_name()
     call.metrics.flush()
     if in_detail:
         return _read_curves.__wrapped__(call.folder.path)
@@ -238,15 +239,11 @@ def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
 
 @lru_cache(maxsize=_MAX_RUNS)
 def _read_curves(folder: Path, *points: int) -> dict[str, Curve]:
-    found: dict[str, dict[int, Curve]] = {}
-    try:
-        rows = MetricReader(folder).sample()
-    except OSError:  # of many runs all others are shown
-        return {}
-    for row in rows:
-        curves = found.setdefault(row["name"], {})
-        curves.setdefault(row["rank"], Curve(*points)).add(row["step"], row["value"])
-    return {name: curves[min(curves)] for name, curves in found.items()}
+    curves = LiveCurves(*points)
+    with suppress(OSError):  # of many runs all others are shown
+        for row in MetricReader(folder).sample():
+            curves.add(row["rank"], row["step"], {row["name"]: row["value"]})
+    return curves.by_name()
 
 
 def best_of(curve: Curve | None, mode: str | None) -> float | None:

@@ -94,7 +94,8 @@ class MetricsView:
             self._steps_read, self._detail = steps, self._read(steps)
         chosen = (self._chosen.value, is_log, smoothing, steps)
         key = (*chosen, curves.version)
-        is_csv_asked, names = self._csv_asked.is_set(), to_draw(curves.names)
+        is_csv_asked, found = self._csv_asked.is_set(), curves.by_name()
+        names = to_draw(found)
         if not names or (key == self._drawn and not is_csv_asked):
             return
         is_calm = self._drawn[:-1] == chosen and not is_csv_asked
@@ -106,8 +107,7 @@ class MetricsView:
         prefix, page = self._chosen.value
         group = self._groups[prefix]
         shown = group[_PAGE_SIZE * page : _PAGE_SIZE * (page + 1)]
-        # Rank 0's, which alone logs.
-        charts = {name: next(iter(curves.of(name).values())) for name in shown}
+        charts = {name: found[name] for name in shown}
         points = {
             name: max(_between(curve.points(), steps), self._detail.get(name, []), key=len)
             for name, curve in charts.items()
@@ -130,7 +130,7 @@ class MetricsView:
         if is_csv_asked:
             self._csv_asked.clear()
             table = io.StringIO()
-            rows = ((name, f"{x:.0f}", y) for name, found in points.items() for x, y in found)
+            rows = ((name, f"{x:.0f}", y) for name, each in points.items() for x, y in each)
             csv.writer(table).writerows([("metric", "step", "value"), *rows])
             data = table.getvalue().encode()
             self._link.value = str(file_link("metrics.csv", "metrics.csv", data, "text/csv"))

@@ -249,7 +249,7 @@ def _plot(
         head.append(element("span", "\N{NO-BREAK SPACE} linear", title=about))
     notes: list[Markup] = []
     for called, each in curves.items():
-        note, style = not_finite_note(each.not_finite), "font-size:11px;color:#b7791f"
+        note, style = not_finite_note(each), "font-size:11px;color:#b7791f"
         if note and first:
             notes.append(element("div", f"{called}: {note}", style=style))
         elif note and not called:

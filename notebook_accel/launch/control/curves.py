@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -57,25 +56,6 @@ def _words(name: str) -> set[str]:
     return {*re.split(r"[^a-z0-9]+", name.lower())}
 
 
-@dataclass(frozen=True)
-class NotFinite:
-    """How many values of a curve are nan or infinite, and since when.
-
-    Attributes:
-        since: the step from which on every value is nan or infinite, up to the newest value; None
-            if the newest value is finite.
-    """
-
-    count: int = 0
-    since: float | None = None
-
-    def and_then(self, step: float, value: float) -> NotFinite:
-        """Return a ``NotFinite`` that also covers the next value of the curve."""
-        if math.isfinite(value):
-            return self if self.since is None else NotFinite(self.count)
-        return NotFinite(self.count + 1, step if self.since is None else self.since)
-
-
 # The metric that has the values of a knob begins so.
 _KNOB = "knob/"
 _MAX_MARKS = 12
@@ -108,13 +88,17 @@ class Curve:
     """The curve of one metric of one rank, in bounded memory.
 
     Attributes:
+        num_not_finite: how many values are nan or infinite.
+        not_finite_since: the step from which on every value is nan or infinite, up to the newest
+            value; None if the newest value is finite.
         marks: the newest changes of knobs, as (step, name, value); the step is the curve's last
             one before the change.
     """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self.last = math.nan
-        self.not_finite = NotFinite()
+        self.num_not_finite = 0
+        self.not_finite_since: float | None = None
         self.marks: tuple[tuple[float, str, float], ...] = ()
         self._num = 0
         self._max_points = max_points
@@ -125,7 +109,11 @@ class Curve:
         x = float(self._num if step is None else step)
         self._num += 1
         self.last = value
-        self.not_finite = self.not_finite.and_then(x, value)
+        if math.isfinite(value):
+            self.not_finite_since = None
+        else:
+            self.num_not_finite += 1
+            self.not_finite_since = x if self.not_finite_since is None else self.not_finite_since
         self._points.append((x, value if math.isfinite(value) else math.nan))
         if len(self._points) > 2 * self._max_points:
             self._points = self.points()
@@ -161,46 +149,38 @@ def _without_knobs(names: Iterable[str]) -> list[str]:
 
 
 class LiveCurves:
-    """The curves of all metrics and ranks of a running run, in the order of their first values.
+    """The curves of all metrics of a run, each of the lowest rank that has logged it.
 
     The running call (:class:`RankCall`) adds values in one thread while charts read in another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
         self.version = 0
-        self._curves: dict[str, dict[int, Curve]] = {}
-        self._num = 0
+        self._max_points = max_points
+        self._curves: dict[str, tuple[int, Curve]] = {}
 
     def add(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
         """Add the values of one ``accelerator.log`` call of a rank.
 
-        A run keeps at most 2,000 curves, one per metric and rank; values of further curves are
-        dropped.
+        A run keeps at most 2,000 curves; values of further metrics are dropped.
         """
         self.version += 1
         for name, value in values.items():
-            by_rank = self._curves.get(name)
-            curve = None if by_rank is None else by_rank.get(rank)
-            if curve is None:
-                if self._num >= _MAX_CURVES:
-                    continue
-                self._num += 1
-                curve = Curve()
-                # A new mapping: whoever draws in another thread goes through the old one.
-                self._curves[name] = {**(by_rank or {}), rank: curve}
-            curve.add(step, value)
+            lowest, curve = self._curves.get(name, (math.inf, None))
+            if curve is None and len(self._curves) >= _MAX_CURVES:
+                continue
+            if curve is None or rank < lowest:
+                lowest, curve = rank, Curve(self._max_points)
+                self._curves[name] = lowest, curve
+            if rank == lowest:
+                curve.add(step, value)
             if name.startswith(_KNOB):
                 for other in _without_knobs(self._curves):
-                    for each in self._curves[other].values():
-                        each.mark(name.removeprefix(_KNOB), value)
+                    self._curves[other][1].mark(name.removeprefix(_KNOB), value)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of all metrics, in the order in which they were first logged."""
-        return list(self._curves)
-
-    def of(self, name: str) -> dict[int, Curve]:
-        return dict(sorted(self._curves[name].items()))
+    def by_name(self) -> dict[str, Curve]:
+        """Return the curves, in the order in which their metrics were first logged."""
+        return {name: self._curves[name][1] for name in list(self._curves)}
 
 
 # ---- all values, as tables and matplotlib have them ------------------------------------------

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from notebook_accel.launch.control.curves import NotFinite
+from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.run_state import BarState, RankState, RunState
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
@@ -262,13 +262,14 @@ def last_values(state: RunState) -> dict[str, str]:
     return {name: wording.number(value) for name, (_, value) in state.ranks[0].metrics.items()}
 
 
-def not_finite_note(found: NotFinite) -> str:
+def not_finite_note(curve: Curve) -> str:
     """Return a note below the chart of a metric with infinite or NaN values; "" if it has none.
 
     For example "not finite since step 41" if no value from step 41 on is finite; otherwise "3
     values are not finite".
     """
-    if found.since is not None:
-        return f"not finite since step {wording.count(found.since)}"
-    verb = "value is" if found.count == 1 else "values are"
-    return f"{found.count:,} {verb} not finite" if found.count else ""
+    number, since = curve.num_not_finite, curve.not_finite_since
+    if since is not None:
+        return f"not finite since step {wording.count(since)}"
+    verb = "value is" if number == 1 else "values are"
+    return f"{number:,} {verb} not finite" if number else ""

@@ -44,13 +44,14 @@ def test_a_long_curve_keeps_its_extent_and_its_peaks(number: int) -> None:
     assert max(gaps) <= number / 40, "as fine at the begin as at the end"
 
 
-def test_curves_by_name_and_rank() -> None:
+def test_a_metric_has_the_curve_of_the_lowest_rank_that_logs_it() -> None:
     curves = LiveCurves()
     curves.add(1, 0, {"loss": 2.0, "lr": 0.1})
     curves.add(0, 0, {"loss": 1.0})
-    assert curves.names == ["loss", "lr"]
-    assert {rank: curve.last for rank, curve in curves.of("loss").items()} == {0: 1.0, 1: 2.0}
-    assert curves.version == 2
+    curves.add(1, 1, {"loss": 3.0, "lr": 0.2})
+    points = {name: curve.points() for name, curve in curves.by_name().items()}
+    assert points == {"loss": [(0, 1.0)], "lr": [(0, 0.1), (1, 0.2)]}
+    assert curves.version == 3
 
 
 def test_a_begin_that_was_logged_more_often_leaves_room_for_the_rest() -> None:
@@ -84,7 +85,7 @@ def test_what_is_not_finite_has_a_place_and_is_counted(number: int) -> None:
     gaps = [x for x, y in points if not math.isfinite(y)]
     assert gaps[0] == number // 4
     assert number // 2 < gaps[1] <= number // 2 + number / 64 + 1
-    assert curve.not_finite.count == number - number // 2
-    assert curve.not_finite.since == number // 2 + 1
+    assert curve.num_not_finite == number - number // 2
+    assert curve.not_finite_since == number // 2 + 1
     curve.add(number, 1.0)
-    assert curve.not_finite.since is None
+    assert curve.not_finite_since is None
