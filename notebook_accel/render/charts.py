@@ -110,21 +110,18 @@ class _Drawn:
 
 
 def _draw(
-    points: Sequence[Point],
-    limit: int = _MAX_POINTS,
-    *,
-    is_log: bool = False,
-    others: Sequence[Sequence[Point]] = (),
-    most_of_others: int = _MAX_POINTS_TOGETHER,
-    colours: Sequence[str] = (),
+    curves: Sequence[Sequence[Point]], most: int, *, is_log: bool, colours: Sequence[str]
 ) -> _Drawn:
-    """Draw points, at least one, in order of steps; what is not finite makes a gap.
+    """Draw curves on one scale by ``most`` points; what is not finite makes a gap.
 
-    ``others`` are further curves on the same scale. With ``colours`` each curve has its own; else
-    the others are pale, and those that leave the chart lie on its edge.
+    With ``colours`` each curve has its own; else those after the first are pale, and what leaves
+    the chart lies on its edge.
     """
+    points, *others = curves
+    limit = min(_MAX_POINTS, most // (len(curves) if colours else min(len(curves), 2)))
+    share = min(limit, max(4, (most - limit) // max(1, len(others))))
     scale = math.log10 if is_log else float
-    every = [*points, *(point for each in others for point in each)]
+    every = [point for each in curves for point in each]
     first, last = min(every)[0], max(every)[0]
     low, high = _range(every if colours else points, every)
     is_flat = low == high
@@ -148,8 +145,7 @@ def _draw(
     if any(math.isfinite(y) for _, y in every):
         texts = _labels(low, high)
         labels = {"middle": texts[0]} if is_flat else {"top": texts[1], "bottom": texts[0]}
-    share = max(4, most_of_others // max(1, len(others)))
-    further = [path_of(each, min(limit, share)) for each in others]
+    further = [path_of(each, share) for each in others]
     looks = [{"stroke": colour} for colour in colours or COLOURS]
     behind = [*zip(further, looks[1:], strict=True)] if colours else [("".join(further), _PALE)]
     return _Drawn(
@@ -289,14 +285,10 @@ def chart(
         marks: changes of knobs, as (step, name, value), which a live chart has.
     """
     curves = dict(islice(curves.items(), _MAX_TOGETHER // num_charts))
-    points, *others = curves.values()
-    most = _MAX_POINTS_SHARED if len(others) > 1 else _MAX_POINTS_OF_TWO
+    most = _MAX_POINTS_SHARED if len(curves) > 2 else _MAX_POINTS_OF_TWO
     most = _MAX_POINTS_TOGETHER if num_charts == 1 else most // num_charts
-    limit = min(_MAX_POINTS, most // (len(curves) if colours else min(len(curves), 2)))
     own = [colours[name] for name in curves] if colours else ()
-    drawn = _draw(
-        points, limit, is_log=is_log, others=others, most_of_others=most - limit, colours=own
-    )
+    drawn = _draw([*curves.values()], most, is_log=is_log, colours=own)
     columns, rows = min(_STRIPES, _MAX_STRIPES // num_charts), 1
     if len(curves) > _MAX_SAID:
         columns, rows = _GRID if num_charts == 1 else (4, 3)
@@ -398,7 +390,7 @@ def smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
 
 
 def _texts(
-    curves: Mapping[str, Sequence[Point]], drawn: _Drawn, columns: int = _STRIPES, rows: int = 1
+    curves: Mapping[str, Sequence[Point]], drawn: _Drawn, columns: int, rows: int
 ) -> list[str]:
     """Return what is below the pointer in each place of a grid, from the top, row by row.
 

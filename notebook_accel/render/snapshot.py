@@ -89,7 +89,7 @@ _BUTTON = (
     f"margin-left:8px;padding:0 8px;{FONT};font-size:12px;line-height:20px;border:{_LINE};"
     "border-radius:6px;background:none;color:inherit;cursor:pointer"
 )
-COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
+COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f", "pruned": "#b7791f"}
 # What the run is called that another one is a clone of, or goes on with, and its curves.
 _Before: TypeAlias = tuple[str, Mapping[str, Curve]]
 # Pages typeset "$5 or $6" as mathematics, unless a class tells them not to.
@@ -129,7 +129,7 @@ def render_slim(
     title = summary.summary_lines(state, now=now)[0]
     text = [f"{title}, {values}" if values else title]
     text += _output_text(state) if with_output else []
-    parts = [line, _notices(state), _other_displays(state)]
+    parts = [line, _notices(state), other_displays(state)]
     if with_output:
         parts.insert(-1, _output(state, _PLAIN_TEXT, MAX_BYTES - message_bytes(join(parts))))
     # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
@@ -175,7 +175,7 @@ def render_snapshot(
         ),
         _failure(state),
         _metrics(curves or {}, original),
-        _other_displays(state),
+        other_displays(state),
     ]
     if with_output:
         parts.insert(-1, _output(state, _TEXT, MAX_BYTES - message_bytes(join(parts))))
@@ -262,21 +262,14 @@ def _failure(state: RunState) -> Markup:
         return Markup("")
     first, _, rest = state.error.partition("\n")
     colour = f"color:{COLOURS['failed']};margin:6px 0"
-    parts = [element("div", element("b", shorten(first, 500)), style=colour)]
-    if rest.strip():
-        fold = element("summary", "traceback")
-        text = element("pre", _end(rest.strip("\n"), _MAX_ERROR), style=_TEXT)
-        parts.append(element("details", fold, text))
-    return join(parts)
+    head = element("div", element("b", shorten(first, 500)), style=colour)
+    text = element("pre", _end(rest.strip("\n"), _MAX_ERROR), style=_TEXT)
+    fold = element("details", element("summary", "traceback"), text)
+    return join([head, fold] if rest.strip() else [head])
 
 
 def _end(text: str, max_bytes: int) -> str:
     return shorten(text[: -max_bytes - 2 : -1], max_bytes)[::-1]
-
-
-def _other_displays(state: RunState) -> Markup:
-    text = other_displays(state)
-    return element("div", text, style=MUTED) if text else Markup("")
 
 
 # ---- metrics -------------------------------------------------------------------------------
@@ -451,23 +444,20 @@ def render_displays(state: RunState) -> Markup:
     return join([*(element("div", line, style=LABEL_STYLE) for line in lines), *shown])
 
 
-def other_displays(state: RunState) -> str:
+def other_displays(state: RunState) -> Markup:
     """Return a line that names the ranks that displayed other things than shown; "" for none."""
-    shown = _contents(first_asked(state))
-    others = [rank.rank for rank in state.ranks if _contents(rank) not in ([], shown)]
+    contents = {rank.rank: [one.data for one in rank.displays] for rank in state.ranks}
+    shown = contents[first_asked(state).rank]
+    others = [rank for rank, each in contents.items() if each not in ([], shown)]
     if not others:
-        return ""
+        return Markup("")
     show = f"{run_list.expression(state.run)}.show({others[0]})"
-    return f"what {wording.rank_list(others)} displayed: {show}"
+    return element("div", f"what {wording.rank_list(others)} displayed: {show}", style=MUTED)
 
 
 def first_asked(state: RunState) -> RankState:
     """Return the rank whose displays are shown; a call may be for some ranks only (``--ranks``)."""
     return next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
-
-
-def _contents(rank: RankState) -> list[dict[str, str]]:
-    return [display.data for display in rank.displays]
 
 
 def _as_html(data: Mapping[str, str]) -> Markup:

@@ -16,7 +16,8 @@ from notebook_accel.launch.view import progress
 from notebook_accel.launch.view.step_times import step_lines, step_table
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
-SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○", "not asked": "○"}
+SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "pruned": "■"}
+SIGNS |= {"lost peer": "○", "not asked": "○"}
 # Metrics that are named in the table; of more the first ones are, and the others counted.
 MAX_NAMED_METRICS = 60
 # Metrics that are named where all stand in one line.

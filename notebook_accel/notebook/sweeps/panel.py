@@ -118,10 +118,9 @@ class SweepPanel:
             title, trials, metric, notes, is_live=True, picked=self._picker.value
         )["text/html"]
         picked = self._picked()
+        is_paused = picked is not None and picked.run.status == "paused"
         (self._bar.add_class if picked is None else self._bar.remove_class)("na-hidden")
-        if picked is not None:
-            is_paused = picked.run.status == "paused"
-            (self._hasten.remove_class if is_paused else self._hasten.add_class)("na-hidden")
+        (self._hasten.remove_class if is_paused else self._hasten.add_class)("na-hidden")
 
     def follow(self) -> None:
         """Pass the state of the picked trial on to its panel."""
@@ -212,7 +211,7 @@ def _row(trial: Trial, names: Sequence[str]) -> list[str]:
     }
     return [
         str(trial.number),
-        f"{SIGNS.get(trial.status, '■' if trial.status == 'pruned' else '●')} {trial.status}",
+        f"{SIGNS.get(trial.status, '●')} {trial.status}",
         *(chosen.get(name, "") for name in names),
         "" if trial.newest is None else wording.number(trial.newest),
         "" if best is None else wording.number(best),
@@ -239,7 +238,7 @@ def as_bundle(
     plain = None if is_live else "white-space:nowrap;text-align:left"
     found, room = [], _LIVE_BYTES if is_live else math.inf
     for trial, (number, state, *rest) in zip(trials, body, strict=False):
-        colour = COLOURS.get({"pruned": "stopped"}.get(trial.status, trial.status))
+        colour = COLOURS.get(trial.status)
         style = ";".join(filter(None, (plain, colour and f"color:{colour}"))) or None
         parts = [element("td", number, style=plain), element("td", state, style=style)]
         parts += [element("td", cell, style=plain) for cell in rest]
