@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Iterable, Mapping
 from copy import copy
 from itertools import product
@@ -38,7 +37,6 @@ class Arguments:
     Attributes:
         study: the Optuna study; None for a grid or list without a pruner.
         samples: arguments of trials, or stand-ins: one for each set of names.
-        num_trials: how many trials there are.
     """
 
     def __init__(self, asked: Mapping[str, Any], folder: SweepFolder) -> None:
@@ -51,18 +49,18 @@ class Arguments:
         space, metric, num_trials = asked["space"], asked["metric"], asked["num_trials"]
         sampler, pruner = asked["sampler"], asked["pruner"]
         self.study: Any = None
-        self._points: list[dict[str, Any]] | None = None
+        # The trials that are still to begin; None for one that the study samples.
+        self._planned: list[TrialChoice | None]
         self._distributions: dict[str, Any] = {}
         self._num_asked = 0
         # Numbers in the study of the trials that have begun.
         self._began: set[int | None] = set()
-        self._added: deque[TrialChoice] = deque()
         self._adding, self._is_closed = threading.Lock(), False
         if isinstance(space, Mapping) and any(map(_is_distribution, space.values())):
             self._distributions = _checked_distributions(space)
             if num_trials is None:
                 raise ConfigError("num_trials is missing: distributions do not end by themselves")
-            self.num_trials = as_count("num_trials", num_trials)
+            self._planned = [None] * as_count("num_trials", num_trials)
             self.samples = [dict.fromkeys(space)]
         else:
             for name, value in (("num_trials", num_trials), ("sampler", sampler)):
@@ -71,12 +69,11 @@ class Arguments:
                         f"{name}={shown(value)}: only for a space of Optuna's distributions; a "
                         "grid or list is worked off as it is"
                     )
-            self._points = _points(space)
-            self.num_trials = len(self._points)
-            self.samples = [*{frozenset(point): point for point in self._points}.values()]
-        self._unused = iter(self._points or ())
-        if self._points is not None and pruner is None:
-            return
+            points = _points(space)
+            self._planned = [TrialChoice(point, {}) for point in points]
+            self.samples = [*{frozenset(point): point for point in points}.values()]
+            if pruner is None:
+                return
         if metric is None:
             raise ConfigError("metric is missing: Optuna needs the name of the value to go by")
         try:
@@ -106,10 +103,14 @@ class Arguments:
     @property
     def has_more(self) -> bool:
         """Whether another trial is to be started."""
-        return self._num_asked < self.num_trials
+        return bool(self._planned)
 
-    def add(self, chosen: TrialChoice) -> int:
-        """Add a trial, of which the study knows nothing; return its number.
+    @property
+    def num_trials(self) -> int:
+        return self._num_asked + len(self._planned)
+
+    def add(self, clone: TrialChoice) -> int:
+        """Add a trial, which begins before all but earlier clones; return its number.
 
         Raises:
             RuntimeError: the sweep has ended.
@@ -117,9 +118,9 @@ class Arguments:
         with self._adding:
             if self._is_closed:
                 raise RuntimeError("the sweep has ended: clone the trial's run, by run.clone()")
-            self._added.append(chosen)
-            self.num_trials += 1
-            return self._num_asked + len(self._added) - 1
+            place = sum(each is not None and bool(each.origin) for each in self._planned)
+            self._planned.insert(place, clone)
+            return self._num_asked + place
 
     def close(self, *, at_once: bool) -> bool:
         """Take no more trials, unless some that wait are still to begin; return whether it does."""
@@ -129,12 +130,15 @@ class Arguments:
 
     def ask(self) -> tuple[TrialChoice, Any]:
         """Return the next trial as chosen, and its Optuna trial or None."""
-        self._num_asked += 1
-        if self._added:
-            return self._added.popleft(), None
-        asked: Any = None if self.study is None else self.study.ask(self._distributions)
-        arguments = asked.params if self._points is None else next(self._unused)
-        return TrialChoice(arguments, {}, asked=None if asked is None else asked.number), asked
+        with self._adding:
+            planned = self._planned.pop(0)
+            self._num_asked += 1
+        # A study knows nothing of clones.
+        if planned is not None and (self.study is None or planned.origin):
+            return planned, None
+        asked = self.study.ask(self._distributions)
+        arguments = asked.params if planned is None else planned.arguments
+        return TrialChoice(arguments, {}, asked=asked.number), asked
 
     def ask_again(self, chosen: TrialChoice) -> tuple[Any, dict[str, Any]]:
         """Note a trial that another kernel began.
@@ -144,10 +148,8 @@ class Arguments:
             the names that ``Trial`` has for that.
         """
         self._num_asked += 1
-        if chosen.origin:
-            self.num_trials += 1
-        elif self._points is not None:
-            next(self._unused)
+        if not chosen.origin:
+            self._planned.pop(0)
         if chosen.asked is None:
             return None, {}
         self._began.add(chosen.asked)
