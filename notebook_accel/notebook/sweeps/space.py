@@ -222,7 +222,7 @@ def _checked_distributions(space: Mapping[str, Any]) -> dict[str, Any]:
                 "optuna.distributions.CategoricalDistribution([...]); what is the same in all "
                 "trials goes to kwargs="
             )
-    return _with_names(space)
+    return dict(space)
 
 
 def _points(space: Any) -> list[dict[str, Any]]:
@@ -237,7 +237,7 @@ def _points(space: Any) -> list[dict[str, Any]]:
         raise ConfigError(f"space={shown(space)}: {_EXPECTED}")
     if not found:
         raise ConfigError(f"space={shown(space)} has no trial: {_EXPECTED}")
-    return [_with_names(point) for point in found]
+    return found
 
 
 def _choices(name: object, value: Any) -> list[Any]:
@@ -247,13 +247,6 @@ def _choices(name: object, value: Any) -> list[Any]:
             "kwargs="
         )
     return list(value)
-
-
-def _with_names(point: Mapping[Any, Any]) -> dict[str, Any]:
-    for name in point:
-        if not isinstance(name, str):
-            raise ConfigError(f"space: {shown(name)} is no name of an argument: expected a text")
-    return dict(point)
 
 
 # ---- devices ------------------------------------------------------------------------------
