@@ -86,8 +86,15 @@ class Controls:
         names = ("Pausing", "Going on") if is_pausing else ("Pause", "Go on")
         self._pause.description = names[is_paused]
         self._pause.disabled = is_pausing or not (trains or is_paused)
-        if call_of(self._run).can_act:
-            self._draw_knobs(state)
+        shown = list(state.knobs)[:MAX_KNOBS] if call_of(self._run).can_act else []
+        new = [name for name in shown if name not in self._knobs]
+        for name in new:
+            self._knobs[name] = _KnobControl(state.knobs[name], self._widgets, self._set)
+        if new:
+            rows = [control.row for control in self._knobs.values()]
+            self.box.children = (*rows, self._notice)
+        for name, control in self._knobs.items():
+            control.draw(state.knobs[name], is_open=trains or is_paused)
         # Among knobs it has its room from the start, so that its words move nothing.
         has_line = bool(self._said or state.knobs)
         said = element("div", self._said, role="status", class_="na-said")
@@ -97,16 +104,6 @@ class Controls:
             lines.append(element("div", more, class_="na-muted"))
         self._notice.value = str(element("div", join(lines), class_="na"))
         (self._notice.remove_class if lines else self._notice.add_class)("na-hidden")
-
-    def _draw_knobs(self, state: RunState) -> None:
-        new = [name for name in list(state.knobs)[:MAX_KNOBS] if name not in self._knobs]
-        for name in new:
-            self._knobs[name] = _KnobControl(state.knobs[name], self._widgets, self._set)
-        if new:
-            rows = [control.row for control in self._knobs.values()]
-            self.box.children = (*rows, self._notice)
-        for name, control in self._knobs.items():
-            control.draw(state.knobs[name], is_open=state.status in ("running", "paused"))
 
     # ---- clicks, which may come from any thread: they ask, and the next drawing shows it ----
 

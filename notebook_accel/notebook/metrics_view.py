@@ -107,14 +107,13 @@ class MetricsView:
         prefix, page = self._chosen.value
         group = self._groups[prefix]
         shown = group[_PAGE_SIZE * page : _PAGE_SIZE * (page + 1)]
-        charts = {name: found[name] for name in shown}
-        points = {
-            name: max(_between(curve.points(), steps), self._detail.get(name, []), key=len)
-            for name, curve in charts.items()
-        }
         original = self._read_original()
+        points: dict[str, Sequence[Point]] = {}
         metrics: dict[str, dict[str, Curve]] = {}
-        for name, curve in charts.items():
+        for name in shown:
+            curve = found[name]
+            kept = _between(curve.points(), steps)
+            points[name] = max(kept, self._detail.get(name, []), key=len)
             metrics[name] = {"": curve.with_points(smoothed(points[name], smoothing))}
             before = _between(original[name].points(), steps) if name in original else []
             if before:

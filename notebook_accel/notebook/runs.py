@@ -324,26 +324,18 @@ def runs(
     if mode is not None:
         as_choice("mode", mode, ["min", "max"])
     if sort is not None:
+        curves = {run.id: curves_of(run) for run in found}
+        if found and not any(sort in each for each in curves.values()):
+            logged = dict.fromkeys(name for each in curves.values() for name in each)
+            listed = ", ".join(map(repr, logged)) or "nothing"
+            raise ConfigError(f"sort={shown(sort)}: no run has logged it; they logged {listed}")
         mode = mode or mode_of(sort) or "min"
-        found = _sorted(found, sort, mode)
+        best = {name: best_of(each.get(sort), mode) for name, each in curves.items()}
+        found = best_first(
+            found, lambda run: None if run.status == "failed" else best[run.id], mode
+        )
     labelled = [(run.name, run) for run in found]
     return RunTable(found, labelled, sort=sort, mode=mode, folds_sweeps=True)
-
-
-def _sorted(found: Sequence[Run], metric: str, mode: str) -> list[Run]:
-    curves = {run.id: curves_of(run) for run in found}
-    if found and not any(metric in each for each in curves.values()):
-        logged = ", ".join(
-            map(repr, dict.fromkeys(name for each in curves.values() for name in each))
-        )
-        raise ConfigError(
-            f"sort={shown(metric)}: no run has logged it; they logged {logged or 'nothing'}"
-        )
-
-    def value_of(run: Run) -> float | None:
-        return None if run.status == "failed" else best_of(curves[run.id].get(metric), mode)
-
-    return best_first(found, value_of, mode)
 
 
 def compare(
