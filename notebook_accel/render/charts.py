@@ -397,27 +397,26 @@ def _texts(
     In a single row it is a step with the values of all curves, in several the nearest curve, since
     one is too thin to point at.
     """
-    ends = {name: (min(curve)[0], max(curve)[0]) for name, curve in curves.items()}
-    there: list[dict[str, Point]] = []
-    for column in range(columns):
-        x = drawn.first + (drawn.last - drawn.first) * (column + 0.5) / columns
-        near = [name for name, (first, last) in ends.items() if first <= x <= last]
-        seen = {}
-        for name in near:
-            after = bisect_right(curves[name], x, key=lambda point: point[0])
-            around = curves[name][max(0, after - 1) : after + 1]
-            seen[name] = min(reversed(around), key=lambda point: abs(point[0] - x))
-        there.append(seen)
+
+    def nearest(curve: Sequence[Point], x: float) -> Point:
+        after = bisect_right(curve, x, key=lambda point: point[0])
+        around = curve[max(0, after - 1) : after + 1]
+        return min(reversed(around), key=lambda point: abs(point[0] - x))
+
+    width = drawn.last - drawn.first
+    places = [drawn.first + width * (column + 0.5) / columns for column in range(columns)]
+    there = [
+        {name: nearest(each, x) for name, each in curves.items() if each[0][0] <= x <= each[-1][0]}
+        for x in places
+    ]
     texts = []
-    if rows == 1:
-        for seen in there:
-            values = [
-                f"{one_line(name, _MAX_NAME)} {wording.number(y)}" for name, (_, y) in seen.items()
-            ]
-            step = next((f"step {wording.count(round(step))}: " for step, _ in seen.values()), "")
-            texts.append(step + ", ".join(value.strip() for value in values))
-        return texts
-    for row in range(rows):
+    for seen in there if rows == 1 else ():
+        values = [
+            f"{one_line(name, _MAX_NAME)} {wording.number(y)}" for name, (_, y) in seen.items()
+        ]
+        step = next((f"step {wording.count(round(step))}: " for step, _ in seen.values()), "")
+        texts.append(step + ", ".join(value.strip() for value in values))
+    for row in range(rows) if rows > 1 else ():
         up = 1 - (row + 0.5) / rows
         for seen in there:
             far = {
