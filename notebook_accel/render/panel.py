@@ -199,20 +199,20 @@ def _ranks(state: RunState, throughputs: Mapping[int, float | None], picked: int
             shown = [state.ranks[picked], *shown[:-1]]
         status_of = lambda rank: summary.live_condition(rank, state).replace("waits", "waiting")  # noqa: E731
         rest = summary.hidden_ranks(state.ranks, shown, status_of)
+    is_of_device = any(one.device_use is not None or one.device_memory for one in state.ranks)
+    columns = [*_COLUMNS[:-2], *(_DEVICE_COLUMNS if is_of_device else ()), *_COLUMNS[-2:]]
     rows: list[Markup] = []
     for rank in shown:
         throughput = throughputs.get(rank.rank)
         first, *inner = progress.progress_lines(rank, throughput=throughput)
         if state.world_size <= _MAX_RANKS_WITH_ROWS_OF_BARS:
-            rows.append(_row(state, rank, first, []))
+            rows.append(_row(state, rank, first, [], columns))
             rows += [_inner_row(rank, line) for line in inner]
             # An inner bar that is over keeps its row for the next one.
             blank = _inner_row(rank, None)
             rows += [blank] * (progress.most_lines(rank) - 1 - len(inner))
         else:
-            rows.append(_row(state, rank, first, inner))
-    is_of_device = _is_of_device(state)
-    columns = [*_COLUMNS[:-2], *(_DEVICE_COLUMNS if is_of_device else ()), *_COLUMNS[-2:]]
+            rows.append(_row(state, rank, first, inner, columns))
     heads = [element("th", title, scope="col", class_=f"na-c-{name}") for name, title in columns]
     head = element("thead", element("tr", *heads))
     class_ = "na-ranks na-of-device" if is_of_device else "na-ranks"
@@ -227,6 +227,7 @@ def _row(
     rank: RankState,
     line: progress.ProgressLine,
     inner: Sequence[progress.ProgressLine],
+    columns: Sequence[tuple[str, str]],
 ) -> Markup:
     """``line`` is the outermost bar or the steps; each of ``inner`` is a thin bar below it."""
     status = summary.live_condition(rank, state)
@@ -242,26 +243,30 @@ def _row(
     shown = {"succeeded": "done"}.get(status, status)
     if status == "quiet" and rank.quiet_since is not None:
         shown = f"quiet {wording.clock(state.now() - rank.quiet_since)}"
+    logged = (step for step, _ in rank.metrics.values() if step is not None)
+    # The optimizer steps, or else the highest step logged.
+    step = rank.steps or max(logged, default=0)
+    texts = {
+        "bar": join(_bar(rank, line, "") for line in (line, *inner)),
+        "count": line.count,
+        "rate": line.rate,
+        "left": line.remaining,
+        "step": wording.count(step) if step else "",
+        "use": _percent(rank, rank.device_use),
+        "device": _memory(rank.device_memory),
+        "load": _percent(rank, rank.cpu),
+        "memory": _memory(rank.memory),
+    }
     # Where a rank waits takes the room of a bar that says nothing.
-    bar = {} if is_wide else {"bar": join(_bar(rank, line, "") for line in (line, *inner))}
-    texts = {**bar, "count": line.count, "rate": line.rate, "left": line.remaining}
-    texts["step"] = _step_of(rank)
-    if _is_of_device(state):
-        texts |= {"use": _percent(rank, rank.device_use), "device": _memory(rank.device_memory)}
-    texts |= {"load": _percent(rank, rank.cpu), "memory": _memory(rank.memory)}
+    names = [name for name, _ in columns[3:] if name != "bar" or not is_wide]
     kind_of_state = f"na-c-state {_class_of(status)}"
     return element(
         "tr",
         element("td", str(rank.rank), class_="na-c-rank"),
         element("td", shown, class_=kind_of_state, title=_MEANINGS.get(status)),
         _label(line, kind_of_label, is_wide=is_wide),
-        *(element("td", text, class_=f"na-c-{name}") for name, text in texts.items()),
+        *(element("td", texts[name], class_=f"na-c-{name}") for name in names),
     )
-
-
-def _is_of_device(state: RunState) -> bool:
-    found = (rank.device_use is not None or rank.device_memory for rank in state.ranks)
-    return any(found)
 
 
 def _percent(rank: RankState, load: int | None) -> str:
@@ -301,13 +306,6 @@ def _bar(rank: RankState, line: progress.ProgressLine, kind: str) -> Markup:
         aria_label=shorten(f"rank {rank.rank}: {line.text}", 60),
         class_=f"{kind}{_class_of(summary.condition(rank))}",
     )
-
-
-def _step_of(rank: RankState) -> str:
-    """Return the optimizer steps, or else the highest step logged; "" for neither."""
-    logged = (step for step, _ in rank.metrics.values() if step is not None)
-    step = rank.steps or max(logged, default=0)
-    return wording.count(step) if step else ""
 
 
 def _steps(state: RunState) -> Markup:
