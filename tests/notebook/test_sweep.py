@@ -523,6 +523,7 @@ def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(500)
 def test_a_thousand_trials_leave_the_kernel_as_it_was() -> None:
     with open_notebook() as notebook:
         shown = notebook.run(
