@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from tests.chaos.kernels import Kernel, Plain, Real
+from tests.chaos.kernels import Kernel
 from tests.engines.processes import gone
 from tests.waiting import eventually
 
@@ -25,7 +25,6 @@ _MAX_PREPARED = 2
 _STOPPED = {"agent": 3, "template": 2}
 _KINDS = ("loop", "collective", "native", "native with the GIL", "loader", "brief", "raises")
 _NUM_KERNELS = 3
-_ONE_REAL_IN = 3
 # From a death until nothing that depended on it is left.
 _GONE_SECONDS = 3.0
 _EVENTS_A_SETTLING = 6
@@ -47,7 +46,6 @@ class Chaos:
         self._kernels: list[Kernel] = []
         self._sandbox = sandbox
         self._events: Counter[Kernel] = Counter()
-        self._num_made = 0
         self._num_kernels = num_kernels
         self._imports = imports
         self.counts: Counter[str] = Counter()
@@ -60,9 +58,7 @@ class Chaos:
 
     def _fill_up(self) -> None:
         while len(self._kernels) < self._num_kernels:
-            kind = Real if self._num_made % _ONE_REAL_IN == 1 else Plain
-            kernel = kind(self._environment(), self._sandbox / "cwd")
-            self._num_made += 1
+            kernel = Kernel(self._environment(), self._sandbox / "cwd")
             self._kernels.append(kernel)
             self._check(kernel, "a launch in a new kernel", kernel.ask("cells.work()"))
             self._count_files(kernel)
@@ -93,8 +89,9 @@ class Chaos:
                 self._drop(kernel)
         for kernel in list(self._kernels):
             self._settle(kernel)
-            kernel.close()
-            self._expect_nobody(kernel, "a kernel that ended")
+            kernel.end()
+            self._expect(kernel, 0, "a kernel that ended")
+            self._drop(kernel)
         self._look_for_files()
 
     def _happen(self, kernel: Kernel) -> int:
@@ -147,7 +144,7 @@ class Chaos:
         self.counts["kernel"] += 1
         kernel.kill()
         self._let_go_on(kernel)
-        self._expect_nobody(kernel, "a kernel that was killed")
+        self._expect(kernel, 0, "a kernel that was killed")
         self._drop(kernel)
         return 1
 
@@ -205,9 +202,6 @@ class Chaos:
         elif more := names - kernel.files:
             self._note(kernel, f"more open files than at the start: {dict(more)}")
 
-    def _expect_nobody(self, kernel: Kernel, what: str) -> None:
-        self._expect(kernel, 0, what)
-
     def _expect(self, kernel: Kernel, count: int, what: str) -> None:
         allowed = count + _MAX_PREPARED * bool(count and self._imports)
         try:
@@ -222,18 +216,14 @@ class Chaos:
             self._note(kernel, f"{what}: {answer}")
 
     def _note(self, kernel: Kernel, text: str) -> None:
-        line = f"{text}\n    in {type(kernel).__name__} {kernel.pid} after {kernel.commands[-8:]}"
+        line = f"{text}\n    in kernel {kernel.pid} after {kernel.commands[-8:]}"
         print(f"WRONG {line}", flush=True)
         self.wrong.append(line)
 
     def _drop(self, kernel: Kernel) -> None:
         if kernel in self._kernels:
             self._kernels.remove(kernel)
-        with suppress(psutil.Error, OSError):
-            kernel.kill()
-        for process in kernel.others():
-            with suppress(psutil.Error):
-                process.kill()
+        kernel.discard()
 
     def _look_for_files(self) -> None:
         folders = [self._sandbox / name for name in ("tmp", "cwd", "home")]

@@ -1,15 +1,9 @@
-"""Kernels to kill: plain Python processes, since they are quick, and real ones."""
+"""Real kernels to kill, one command at a time."""
 
 import ast
-import json
 import os
-import selectors
 import signal
-import subprocess
-import sys
 import time
-import uuid
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -19,34 +13,9 @@ from typing import Any
 
 import psutil
 
-from tests.engines.processes import marked
-from tests.kernel.notebooks import MARK, Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 
-ROOT = Path(__file__).parents[2]
 _ANSWER_SECONDS = 90.0
-# As in a real kernel, an interrupt hits a command once, and never what is between two.
-_LOOP = """
-import json, signal, sys
-from tests.chaos import cells
-at_work = False
-
-def interrupt(number, frame):
-    global at_work
-    if at_work:
-        at_work = False
-        raise KeyboardInterrupt
-
-signal.signal(signal.SIGINT, interrupt)
-print(json.dumps("ready"), flush=True)
-for line in sys.stdin:
-    try:
-        at_work = True
-        answer = eval(line)
-        at_work = False
-    except KeyboardInterrupt:
-        answer = "KeyboardInterrupt"
-    print(json.dumps(answer), flush=True)
-"""
 
 
 @dataclass(frozen=True)
@@ -58,42 +27,51 @@ class Census:
     worker: list[psutil.Process]
 
 
-class Kernel(ABC):
-    """A process from which runs are launched, one command at a time."""
+class Kernel:
+    """A notebook from which runs are launched."""
 
-    def __init__(self) -> None:
-        self.mark = uuid.uuid4().hex
-        self.waits = False
+    def __init__(self, environment: Mapping[str, str], cwd: Path) -> None:
         self.files: Counter[str] | None = None
         self.commands: list[str] = []
-
-    @property
-    @abstractmethod
-    def pid(self) -> int:
-        """Of its process."""
+        self._cell: str | None = None
+        self._stack = ExitStack()
+        self._notebook = self._stack.enter_context(open_notebook(environment))
+        self.pid, self.others = self._notebook.pid, self._notebook.others
+        self._notebook.run(f"import os; os.chdir({str(cwd)!r})")
+        self._notebook.run("from tests.chaos import cells")
 
     def send(self, command: str) -> None:
-        assert not self.waits
+        assert self._cell is None
         self.commands.append(command)
-        self.waits = True
-        self._send(command)
+        self._cell = self._notebook.start(f"print(repr({command}))")
 
     def answer(self) -> Any:
-        self.waits = False
-        return self._answer()
+        assert self._cell is not None
+        cell, self._cell = self._cell, None
+        reply = self._notebook.finish(cell, timeout=_ANSWER_SECONDS)
+        if "KeyboardInterrupt" in reply.text or reply.traceback:
+            return "KeyboardInterrupt"
+        return ast.literal_eval(reply.text)
 
     def ask(self, command: str) -> Any:
         self.send(command)
         return self.answer()
 
     def interrupt(self) -> None:
-        os.kill(self.pid, signal.SIGINT)
+        self._notebook.interrupt()
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
+        while psutil.pid_exists(self.pid) and self._notebook.manager.is_alive():
+            time.sleep(0.005)
 
-    def others(self) -> list[psutil.Process]:
-        return [process for process in marked(MARK, self.mark) if process.pid != self.pid]
+    def end(self) -> None:
+        """End it as a person does."""
+        self._notebook.manager.shutdown_kernel(now=False)
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        self._stack.close()
 
     def census(self) -> Census:
         kinds = ("template", "prepared", "agent", "rank", "worker")
@@ -127,93 +105,3 @@ class Kernel(ABC):
         if process.pid in agents:
             return "agent"
         return "rank" if parent in agents else "worker"
-
-    @abstractmethod
-    def _send(self, command: str) -> None: ...
-
-    @abstractmethod
-    def _answer(self) -> Any: ...
-
-    @abstractmethod
-    def close(self) -> None:
-        """End it as a person does."""
-
-
-class Plain(Kernel):
-    def __init__(self, environment: Mapping[str, str], cwd: Path) -> None:
-        super().__init__()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _LOOP],
-            env={**environment, MARK: self.mark, "PYTHONPATH": str(ROOT)},
-            cwd=cwd,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.waits = True
-        assert self.answer() == "ready"
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def _send(self, command: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(_ANSWER_SECONDS):
-                raise TimeoutError(f"no answer to {self.commands[-1:]} in {_ANSWER_SECONDS} s")
-        line = self._process.stdout.readline()
-        if not line.strip():
-            raise OSError(f"{line!r} came from the kernel, which ended by {self._process.poll()}")
-        return json.loads(line)
-
-    def kill(self) -> None:
-        super().kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(_ANSWER_SECONDS)
-
-
-class Real(Kernel):
-    def __init__(self, environment: Mapping[str, str], cwd: Path) -> None:
-        super().__init__()
-        self._stack = ExitStack()
-        self._notebook: Notebook = self._stack.enter_context(open_notebook(environment))
-        self.mark = self._notebook.mark
-        self._cell = ""
-        self._notebook.run(f"import os; os.chdir({str(cwd)!r})")
-        self._notebook.run("from tests.chaos import cells")
-
-    @property
-    def pid(self) -> int:
-        return self._notebook.pid
-
-    def _send(self, command: str) -> None:
-        self._cell = self._notebook.start(f"print(repr({command}))")
-
-    def _answer(self) -> Any:
-        reply = self._notebook.finish(self._cell, timeout=_ANSWER_SECONDS)
-        if "KeyboardInterrupt" in reply.text or reply.traceback:
-            return "KeyboardInterrupt"
-        return ast.literal_eval(reply.text)
-
-    def interrupt(self) -> None:
-        self._notebook.interrupt()
-
-    def kill(self) -> None:
-        super().kill()
-        while psutil.pid_exists(self.pid) and self._notebook.manager.is_alive():
-            time.sleep(0.005)
-
-    def close(self) -> None:
-        self._notebook.manager.shutdown_kernel(now=False)
-        self._stack.close()
