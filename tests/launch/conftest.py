@@ -1,19 +1,10 @@
-"""A notebook and its ranks, for the tests of what crosses between them."""
-
-from collections.abc import Iterator
+"""A notebook, for the tests of what crosses between it and its ranks."""
 
 import pytest
 
-from tests.launch.payload.clean_ranks import Notebook, Ranks
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
+from tests.launch.payload.notebooks import Notebook
 
 
 @pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> Notebook:
-    return Notebook(monkeypatch, ranks)
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    return Notebook(monkeypatch)

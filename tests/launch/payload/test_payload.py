@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accel.errors import LaunchError
+from notebook_accel.errors import LaunchError, WorkerError
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload import pack, pickling
 from notebook_accel.private import of_libraries
-from tests.launch.payload.clean_ranks import Notebook, Raised, opened
+from tests.launch.payload.notebooks import Notebook, opened
 
 # ---- out by value --------------------------------------------------------------------------
 
@@ -741,7 +741,7 @@ def test_the_cells_sources_are_there(notebook: Notebook) -> None:
     source, value = notebook.launch("train", "source")
     assert source.startswith("def fail(x):\n    y = x + 1")
     assert value == 3
-    with pytest.raises(Raised) as caught:
+    with pytest.raises(WorkerError) as caught:
         notebook.launch("train", "fail")
     text = str(caught.value)
     assert 'Cell In[2], line 7, in fail\n    raise ValueError("too bad")' in text
@@ -802,9 +802,9 @@ def test_exceptions_come_back_as_the_notebooks_own(notebook: Notebook) -> None:
     """)
 
     def raised(kind: str) -> Any:
-        with pytest.raises(Raised) as caught:
+        with pytest.raises(WorkerError) as caught:
             notebook.launch("train", kind)
-        return caught.value.error
+        return caught.value.__cause__
 
     plain, odd = raised("plain"), raised("odd")
     assert type(plain) is notebook["Plain"]

@@ -14,7 +14,7 @@ from notebook_accel import Accelerator
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload.pickling import STAYS_HOME
-from tests.launch.payload.clean_ranks import Notebook
+from tests.launch.payload.notebooks import Notebook
 
 
 def refusal(notebook: Notebook, function: str, *args: Any, **kwargs: Any) -> str:
