@@ -19,9 +19,11 @@ from torch import nn
 
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
 from notebook_accel.training.checkpoint import saves
+from notebook_accel.training.collectives import this_rank
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.processes.topology import barrier
 from notebook_accel.training.strategies.ddp import DDPStrategy
+from tests.training import resuming
 from tests.training.harness import run_ranks
 from tests.training.test_checkpoint import Evil
 from tests.waiting import eventually
@@ -410,6 +412,24 @@ def test_a_rank_that_cannot_write(ranks: list[dict[str, Any]]) -> None:
 def test_no_empty_file_stays_of_a_rank_that_fails(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
         assert got["fails as rank 0 publishes"] == [[*FILES[:3], FILES[4]]] * 2
+
+
+def train(folder: str, stop: int) -> dict[str, float]:
+    """As most published scripts of diffusers, which save by their main process."""
+    losses: dict[str, float] = resuming.train(
+        folder, samples=12, saves=lambda number: this_rank() == 0 and number % 4 == 3, stop=stop
+    )["losses"]
+    return losses
+
+
+def test_a_training_that_rank_0_alone_saves_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    whole = run_ranks(train, 2, str(tmp_path / "whole"), 0)
+    first = run_ranks(train, 2, str(tmp_path / "parts"), 8)
+    rest = run_ranks(train, 2, str(tmp_path / "parts"), 0)
+    for one, before, after in zip(whole, first, rest, strict=True):
+        # Saved after the first of the second epoch's batches, whose window is read again.
+        assert next(iter(after)) == "1 0"
+        assert {**before, **after} == one
 
 
 def dies_in_its_save(folder: str) -> None:
