@@ -390,7 +390,7 @@ def test_save_writes_whole_files(tmp_path: Path) -> None:
 def test_a_model_is_saved_in_pieces_of_a_limited_size(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
-    accelerator.save_model(model, tmp_path / "m", max_shard_size=300)
+    accelerator.save_model(model, tmp_path / "m", max_shard_size="0.3 kb")
     names = sorted(os.listdir(tmp_path / "m"))
     assert names[0] == "model-00001-of-00003.safetensors"
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())

@@ -1,5 +1,6 @@
 """Prepared optimizers: windows, whose gradients are cleared, and optimizers nobody prepared."""
 
+import copy
 import gc
 import itertools
 import sys
@@ -175,27 +176,33 @@ def test_the_number_of_steps_may_change_on_the_way() -> None:
     assert recorder.used[2:] == [sum(GRADIENTS) / 4]
 
 
-def test_a_plugin_counts_on_over_the_ends_of_loaders() -> None:
-    plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+@pytest.mark.parametrize(
+    ("counts_on", "num_batches", "expected"), [(True, 4, "FFTFFTFF"), (False, 7, "FFTFFTTFFTFFTT")]
+)
+def test_the_end_of_a_loader_closes_a_short_window_unless_a_plugin_counts_on(
+    counts_on: bool, num_batches: int, expected: str
+) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=not counts_on)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(range(4), batch_size=1))
-    synced = []
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(num_batches), batch_size=1))
+    synced = ""
     for _ in range(2):
         for _ in loader:
             with accelerator.accumulate():
-                synced.append(accelerator.sync_gradients)
-    assert synced == [False, False, True, False, False, True, False, False]
+                synced += "FT"[accelerator.sync_gradients]
+    assert synced == expected
 
 
-def test_the_end_of_a_loader_closes_a_short_window() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(range(7), batch_size=1))
-    synced = []
-    for _ in range(2):
-        for _ in loader:
-            with accelerator.accumulate():
-                synced.append(accelerator.sync_gradients)
-    assert synced == [False, False, True, False, False, True, True] * 2
+def test_a_loop_inside_that_was_left_hides_no_end_of_the_outer_one() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    six = torch.utils.data.DataLoader(range(6), batch_size=1)
+    outer, inner = accelerator.prepare(six, copy.copy(six))
+    left, synced = iter(inner), ""
+    for _ in outer:
+        with accelerator.accumulate():
+            synced += "FT"[accelerator.sync_gradients]
+        next(left)
+    assert synced == "FFFTFT"
 
 
 def flags_of_groups(

@@ -4,6 +4,6 @@ Each takes the library as ``accelerate`` (that is the only import that a script 
 folder of its own, and returns numbers that the two must share.
 """
 
-from tests.training.scripts import control, data, images, text
+from tests.training.scripts import control, images, text
 
-LOOPS = {loop.__name__: loop for part in (text, images, control, data) for loop in part.LOOPS}
+LOOPS = {loop.__name__: loop for part in (text, images, control) for loop in part.LOOPS}

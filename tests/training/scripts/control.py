@@ -1,13 +1,12 @@
-"""Loops that leave early, resume, save in their own way, or train without a loader."""
+"""A loop that is resumed in the middle of an epoch."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from tests.training.scripts.parts import fingerprint, gpt2, mlp, points, seeded, step_of, update
+from tests.training.scripts.parts import fingerprint, mlp, points, step_of
 
 
 def train_with_resume(
@@ -66,31 +65,4 @@ def resume_in_mid_epoch(accelerate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def hub(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """The model for the hub: save_pretrained with the accelerator's save and state."""
-    accelerator = accelerate.Accelerator()
-    model = gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = torch.randint(1, 20, (8, 5), generator=seeded())
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ids, batch_size=2))
-    for batch in loader:
-        update(accelerator, optimizer, model(input_ids=batch, labels=batch).loss)
-    accelerator.wait_for_everyone()
-    unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(
-        folder / "hub",
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )
-    accelerator.save_model(model, str(folder / "weights"), max_shard_size="1KB")
-    accelerator.wait_for_everyone()
-    loaded = type(unwrapped).from_pretrained(folder / "hub")
-    return {
-        "loaded": fingerprint(loaded),
-        "weights": fingerprint(model),
-        "files": sorted(os.listdir(folder / "weights"))[-1],
-    }
-
-
-LOOPS = [resume_in_mid_epoch, hub]
+LOOPS = [resume_in_mid_epoch]

@@ -1,14 +1,13 @@
-"""Loops of image scripts: timm-like training, detection, GANs."""
+"""Loops of image scripts: timm-like training, GANs."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
-from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded, update
+from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded
 
 
 def cv_example(accelerate: Any, folder: Path) -> dict[str, Any]:
@@ -93,90 +92,4 @@ def gan(accelerate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-class Boxes(torch.utils.data.Dataset):
-    """Images with boxes, of which some have none."""
-
-    def __len__(self) -> int:
-        return 9
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        image = torch.full((4,), float(index))
-        count = index % 3
-        return image, {"boxes": torch.ones(count, 4) * index, "image_id": torch.tensor(index)}
-
-
-def detection(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Lists of targets, images without a box, predictions of any number, gathered as objects."""
-    accelerator = accelerate.Accelerator()
-    model = mlp(4, 8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-    def collate(samples: list[Any]) -> tuple[Any, ...]:
-        return tuple(zip(*samples, strict=True))
-
-    loader = DataLoader(Boxes(), batch_size=2, collate_fn=collate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses: list[float] = []
-    for images, targets in loader:
-        predicted = model(torch.stack(list(images)))
-        parts = {
-            "box": sum(
-                ((p - t["boxes"]) ** 2).mean() if len(t["boxes"]) else p.sum() * 0
-                for p, t in zip(predicted, targets, strict=True)
-            ),
-            "size": predicted.square().mean(),
-        }
-        loss = sum(parts.values())
-        reduced = {
-            name: accelerator.reduce(value.detach(), "mean") for name, value in parts.items()
-        }
-        losses += [float(value) for value in reduced.values()]
-        update(accelerator, optimizer, loss)
-    model.eval()
-    results: list[Any] = []
-    for _images, targets in loader:
-        own = [
-            {"image_id": int(t["image_id"]), "boxes": t["boxes"].tolist()}
-            for t in targets
-            if len(t["boxes"])
-        ]
-        results += accelerate.utils.gather_object(own)
-    ids = sorted({result["image_id"] for result in results})
-    return {"losses": losses, "ids": ids, "weights": fingerprint(model)}
-
-
-class Buckets(BatchSampler):
-    """Batches of samples of one width: images of one aspect ratio."""
-
-    def __init__(self, widths: list[int], size: int) -> None:
-        super().__init__(torch.utils.data.SequentialSampler(widths), size, drop_last=False)
-        self.widths = widths
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for width in sorted(set(self.widths)):
-            own = [index for index, each in enumerate(self.widths) if each == width]
-            for start in range(0, len(own), self.batch_size):
-                yield own[start : start + self.batch_size]
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-def aspect_ratios(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """A batch sampler of one's own whose batches are divided over the ranks without a rest."""
-    widths = [2, 3, 4, 4] * 4
-    accelerator = accelerate.Accelerator()
-    data = [torch.full((width,), float(index)) for index, width in enumerate(widths)]
-    loader = DataLoader(data, batch_sampler=Buckets(widths, 2))  # type: ignore[arg-type]
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    shapes, seen = [], []
-    for batch in loader:
-        update(accelerator, optimizer, model(batch.mean(dim=1, keepdim=True)).square().mean())
-        shapes.append(list(batch.shape))
-        seen += batch[:, 0].tolist()
-    return {"shapes": shapes, "seen": seen, "weights": fingerprint(model)}
-
-
-LOOPS = [cv_example, gan, detection, aspect_ratios]
+LOOPS = [cv_example, gan]

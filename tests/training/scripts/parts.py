@@ -60,11 +60,6 @@ def mlp(width: int = 4, hidden: int = 8, classes: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes))
 
 
-def mlp_and_sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = mlp()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def update(accelerator: Any, optimizer: Any, loss: torch.Tensor) -> None:
     """The three lines with which nearly every loop ends a step."""
     accelerator.backward(loss)
