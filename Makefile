@@ -250,7 +250,7 @@ test-ray: $(READY)
 	build/ray/bin/python -m pytest tests/engines/on_ray.py $(ARGS)
 
 test-soak: $(READY)
-	$(BIN)/python -m tests.soak $(ARGS)
+	NOTEBOOK_ACCEL_TEST_ROUNDS=333 $(PYTEST) tests/launch/test_launcher.py -k leave_nothing_behind $(ARGS)
 
 bench: $(READY)
 	@for script in launch library_launch many_ranks session step strategies loader checkpoint closure flood panel faults sweep; do \

@@ -338,9 +338,11 @@ class EngineContract:
         ("how", "exitcode", "name"),
         [
             ("os._exit(3)", 3, None),
+            ("os._exit(0)", 0, None),
             ("os.kill(os.getpid(), signal.SIGKILL)", None, "SIGKILL"),
             ("ctypes.string_at(0)", None, "SIGSEGV"),
             ("sys.exit(4)", 4, None),
+            ("sys.exit(256)", 1, None),
         ],
     )
     def test_a_rank_dies(self, how: str, exitcode: int | None, name: str | None) -> None:
@@ -356,7 +358,7 @@ class EngineContract:
         assert (error.rank, error.ranks) == (self.world_size - 1, [self.world_size - 1])
         assert (error.exitcode, error.signal) == (exitcode, name)
         assert "last words" in str(error)
-        assert str(exitcode or name) in str(error)
+        assert (name or f"exit code {exitcode}") in str(error)
         # A crash in native code says where it was called.
         has_place = re.search(r'here, .*\n .* in string_at\n.*\n  File ".*', str(error)) is not None
         assert has_place == (name == "SIGSEGV")

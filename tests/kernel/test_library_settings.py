@@ -56,12 +56,22 @@ str(torch.tensor(1 / 3))                    <- torch.set_printoptions(precision=
 torch.hub.get_dir()                         <- torch.hub.set_dir("/tmp/hub")
 MyConfig in get_safe_globals()               <- add_safe_globals([MyConfig])
 pd.Series([1, 2]).progress_apply(len_of).sum() <- tqdm.tqdm.pandas()
+str(pd.DataFrame({"a": [1 / 3]}))           <- pd.options.display.float_format = "{:.2f}".format
+plt.rcParams["legend.fontsize"]             <- plt.rc("legend", fontsize=8)
+plt.rcParams["font.size"]                   <- matplotlib.rcParams["font.size"] = 13
+sys.argv                                    <- sys.argv = ["train.py", "--epochs", "2"]
+"../input/models" in sys.path               <- sys.path.append("../input/models")
+os.environ["TOKENIZERS_PARALLELISM"]        <- os.environ["TOKENIZERS_PARALLELISM"] = "false"
+logging.root.level                          <- logging.basicConfig(level=20, stream=sys.stdout)
+(random.random(), np.random.rand())         <- seed_everything(CFG.seed)
+(torch.rand(1).item(), torch.backends.cudnn.deterministic) <-
 """
 _PAIRS = [line.split("<-") for line in _SETTINGS.strip().splitlines()]
 _QUESTIONS = [question.strip() for question, _ in _PAIRS]
 
 _IMPORTS = """
-import csv, decimal, gc, json, locale, logging, mimetypes, socket, string, sys, textwrap, warnings
+import csv, decimal, gc, json, locale, logging, mimetypes, os, random, socket, string, sys, textwrap
+import warnings
 import matplotlib, numpy as np, pandas as pd, sklearn, torch, torch._dynamo, tqdm, transformers
 import matplotlib.pyplot as plt
 from PIL import Image, ImageFile
@@ -81,6 +91,15 @@ class MyModel(PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.post_init()
+
+class CFG:
+    seed = 7
+
+def seed_everything(seed):
+    random.seed(seed)
+    transformers.set_seed(seed)
+    np.random.seed(seed + 1)
+    torch.backends.cudnn.deterministic = True
 
 CONVERGE = ConvergenceWarning
 set_deterministic = torch.use_deterministic_algorithms

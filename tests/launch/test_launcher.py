@@ -50,6 +50,8 @@ from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
 SOON = 20.0
+# `make test-soak` has more, after which descriptors, threads, children, memory are still as many.
+ROUNDS = int(os.environ.get("NOTEBOOK_ACCEL_TEST_ROUNDS", "3"))
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +106,9 @@ def test_no_process_of_a_run_listens(tmp_path: Path) -> None:
 # ---- what a launch leaves in the kernel ----------------------------------------------------
 
 
-def test_launches_leave_no_descriptor_thread_or_child() -> None:
-    import torch
-
-    payload = torch.zeros(1_000_000)
+@pytest.mark.timeout(60 + ROUNDS)
+def test_launches_leave_nothing_behind() -> None:
+    payload = torch.zeros(500_000)
 
     def train() -> torch.Tensor:
         print("hello")
@@ -123,14 +124,15 @@ def test_launches_leave_no_descriptor_thread_or_child() -> None:
             on_cpu(fails)
         gc.collect()
 
-    once()
     me = psutil.Process()
 
     def held() -> tuple[int, int, int]:
         return me.num_fds(), threading.active_count(), len(me.children())
 
-    before = held()
-    for _ in range(3):
+    for _ in range(1 + ROUNDS // 10):
+        once()
+    before, num_bytes = held(), me.memory_info().rss
+    for _ in range(ROUNDS):
         once()
     # The handles are all kept, with what the ranks returned. A run's thread may take a moment more,
     # and the one before the first look may have.
@@ -139,6 +141,9 @@ def test_launches_leave_no_descriptor_thread_or_child() -> None:
         within=SOON,
         what=f"no more than before: {before}",
     )
+    segments = Path("/proc/self/maps").read_text().count("memfd:notebook_accel")
+    assert segments <= 2 * 50, "of both ranks, in the runs that are kept"
+    assert me.memory_info().rss - num_bytes < 30_000_000
 
 
 # ---- a kernel that is busy -----------------------------------------------------------------
@@ -227,21 +232,6 @@ def test_done_callbacks_are_called_at_the_end_in_their_order(
 
 
 # ---- ends that nobody explains -------------------------------------------------------------
-
-
-def test_a_rank_that_vanishes_with_exit_code_zero_has_failed() -> None:
-    def train() -> None:
-        if os.environ["RANK"] == "1":
-            print("I am off")
-            os._exit(0)
-        time.sleep(600)
-
-    run = on_cpu(train, block=False)
-    with pytest.raises(WorkerError) as caught:
-        run.wait(SOON)
-    assert (caught.value.rank, caught.value.ranks, caught.value.exitcode) == (1, [1], 0)
-    assert "exit code 0" in str(caught.value)
-    assert "I am off" in str(caught.value)
 
 
 def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log() -> None:
@@ -351,13 +341,6 @@ def test_a_disk_that_c_code_has_filled_is_named(small_disk: Path) -> None:
     notices = on_cpu(train, n=1).state.notices
     assert sum("disk full: what rank 0 prints is lost" in notice for notice in notices) == 1
     assert shutil.disk_usage(small_disk).free == 0
-
-
-@pytest.mark.parametrize(("given", "code"), [(256, 1), (3, 3)])
-def test_no_failure_looks_like_a_success(given: int, code: int) -> None:
-    with pytest.raises(WorkerError, match=f"exit code {code}") as caught:
-        on_cpu(lambda: sys.exit(given), n=1)
-    assert caught.value.exitcode == code
 
 
 class Exits:
@@ -691,12 +674,6 @@ def test_what_a_run_was_given_goes_with_its_last_handle(tmp_path: Path) -> None:
     assert runs()[-1].wait(SOON).status == "succeeded"
 
 
-def test_the_list_of_runs_gives_the_handle_that_somebody_holds() -> None:
-    run = on_cpu(lambda: 5)
-    assert runs()[-1] is run
-    assert runs()[-1].results == [5, 5]
-
-
 def test_a_launch_that_raised_is_in_the_list_with_its_results() -> None:
     def train() -> int:
         if os.environ["RANK"] == "1":
@@ -946,5 +923,6 @@ def test_devices_that_there_are_not() -> None:
 def test_a_run_is_found_by_its_id_whatever_was_launched_since() -> None:
     run, _ = (on_cpu(lambda: 5, n=1) for _ in range(2))
     assert find_run(run.id) is run
+    assert run in runs()
     with pytest.raises(NotebookAccelError, match="no run 'nothing'"):
         find_run("nothing")
