@@ -222,20 +222,21 @@ def check(world: World) -> None:
             assert value is None or value not in taken, "what was withdrawn, nobody did"
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+TEN_THOUSAND = [range(first, first + 1_000) for first in range(1_000, 11_000, 1_000)]
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        *(range(first, first + 50) for first in range(0, 200, 50)),
+        *(pytest.param(seeds, marks=pytest.mark.long) for seeds in TEN_THOUSAND),
+    ],
+    ids=lambda seeds: str(seeds.start),
+)
 def test_ranks_act_alike_in_any_order_of_events(
-    first: int, monkeypatch: pytest.MonkeyPatch
+    seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(first, first + 50):
-        check(run_world(seed, monkeypatch))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(1_000, 11_000, 1_000))
-def test_ranks_act_alike_in_ten_thousand_orders(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed in range(first, first + 1_000):
+    for seed in seeds:
         check(run_world(seed, monkeypatch))
 
 

@@ -74,22 +74,19 @@ def test_the_cpu_is_named_for_code_that_asks_accelerate() -> None:
     assert rank_environment(mine)["ACCELERATE_USE_CPU"] == "mine"
 
 
-@pytest.mark.parametrize("visible", ["5,7", "5,7,-1,9"])
+@pytest.mark.parametrize(
+    ("visible", "device", "said"),
+    [
+        *((text, 2, "0 to 1: choose among these") for text in ("5,7", "5,7,-1,9")),
+        *((text, 0, f"'{text}' hides all.*devices='cpu'") for text in ("", "-1", " -1,0")),
+    ],
+)
 def test_a_device_that_the_notebook_does_not_see(
-    visible: str, monkeypatch: pytest.MonkeyPatch
+    visible: str, device: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(ConfigError, match=r"devices=\[2\].*0 to 1: choose among these"):
-        rank_environment(LaunchConfig(devices=[2]))
-
-
-@pytest.mark.parametrize("visible", ["", "-1", " -1,0"])
-def test_devices_that_are_all_hidden_from_the_notebook(
-    visible: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(ConfigError, match=rf"devices=\[0\].*'{visible}' hides all.*devices='cpu'"):
-        rank_environment(LaunchConfig(devices=[0]))
+    with pytest.raises(ConfigError, match=rf"devices=\[{device}\].*{said}"):
+        rank_environment(LaunchConfig(devices=[device]))
 
 
 def test_threads_are_shared_among_the_ranks() -> None:

@@ -11,23 +11,11 @@ from notebook_accel.notebook import clicks, launcher
 from notebook_accel.notebook.rank_displays import OnDemand
 from notebook_accel.notebook.views import Dashboard, Transcript, choose_view
 
-ACCELERATES = (
-    "function",
-    "args",
-    "num_processes",
-    "mixed_precision",
-    "use_port",
-    "master_addr",
-    "node_rank",
-    "num_nodes",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_conf",
-    "rdzv_id",
-    "max_restarts",
-    "monitor_interval",
-    "log_line_prefix_template",
-)
+ACCELERATES = """
+function args num_processes mixed_precision use_port master_addr node_rank num_nodes
+rdzv_backend rdzv_endpoint rdzv_conf rdzv_id max_restarts monitor_interval
+log_line_prefix_template
+"""
 
 
 class FakeKernel:
@@ -51,7 +39,7 @@ def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords() -> None
         for name, parameter in parameters.items()
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
-    assert tuple(positional) == ACCELERATES
+    assert positional == ACCELERATES.split()
     assert parameters["grace"].default == 10.0
     assert parameters["view"].default == "auto"
 
@@ -62,16 +50,6 @@ def test_an_argument_that_nobody_knows_is_refused_in_a_line() -> None:
         launch(train, num_proceses=2)
     with pytest.raises(ConfigError, match=r"notebook_launcher\(\): missing a required argument"):
         launch()
-
-
-def test_every_argument_is_documented() -> None:
-    documentation = inspect.getdoc(notebook_launcher) or ""
-    missing = [
-        name
-        for name in inspect.signature(notebook_launcher).parameters
-        if f"\n    {name}:" not in documentation
-    ]
-    assert missing == []
 
 
 @pytest.mark.parametrize(
@@ -91,10 +69,6 @@ def test_every_argument_is_documented() -> None:
         ({"session": True}, ["session=True", "runs in none", "leave it out"]),
         ({"join_token": "secret"}, ["join_token", "other machines", "leave it out"]),
         ({"use_port": "http"}, ["use_port='http'", "1 to 65535"]),
-        ({"args": "text"}, ["args='text'", "tuple"]),
-        ({"timeout": "3"}, ["timeout='3'", "seconds above 0"]),
-        ({"timeout": float("nan")}, ["timeout=nan", "seconds above 0"]),
-        ({"block": "no"}, ["block='no'", "True or False"]),
         ({"view": ["text"]}, ["view=['text']", "'auto'"]),
         ({"args": (1,)}, ["train()", "too many positional"]),
     ],
@@ -134,11 +108,6 @@ def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch: pytest.M
     assert [config.mixed_precision for config in configs] == ["fp16", "no"]
     assert configs[0].use_port == 29500
     assert seen[1].notices == ()
-
-
-def test_calling_the_function_by_mistake_is_explained() -> None:
-    with pytest.raises(ConfigError, match="without calling it"):
-        notebook_launcher(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

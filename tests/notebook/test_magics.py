@@ -71,14 +71,6 @@ def test_what_the_line_magic_says_without_a_session(
 ) -> None:
     assert "the first %%accelerate cell starts one" in shown(shell, "%accelerate", capsys)[1]
     assert "there is no session" in shown(shell, "%accelerate stop", capsys)[1]
-    shown(shell, "%accelerate pull x", capsys)
-    for command, words in (
-        ("pull x", "an %%accelerate cell starts one"),
-        ("begin", "expected one of start, stop, restart, status"),
-    ):
-        capsys.readouterr()
-        assert not shell.run_cell(f"%accelerate {command}").success
-        assert words in "".join(capsys.readouterr())
 
 
 def test_ranks_and_commands_that_make_no_sense_are_refused(
@@ -90,6 +82,8 @@ def test_ranks_and_commands_that_make_no_sense_are_refused(
         said = "".join(capsys.readouterr())
         assert f"--ranks {ranks}: expected ranks such as 0,2-3, below 100,000" in said
     for command, words in (
+        ("pull x", "an %%accelerate cell starts one"),
+        ("begin", "expected one of start, stop, restart, status"),
         ("debug ²", "²: expected the number of one rank"),
         ("debug 0-1", "0-1: expected the number of one rank"),
         ('pull "a', "No closing quotation"),

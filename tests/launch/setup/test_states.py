@@ -4,7 +4,9 @@ import io
 import json
 import logging
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
@@ -66,9 +68,6 @@ def draws():
     seed = torch.initial_seed()
     return [random.random(), random.gauss(0, 1), numpy.random.randn(), torch.rand(1).item(), seed]
 
-def arguments():
-    return sys.argv[1:]
-
 def logs():
     logging.getLogger("mine").debug("seen")
     logging.getLogger("other").info("seen too")
@@ -89,7 +88,7 @@ def warned():
         return "raised"
 
 def late():
-    seen = (draws, arguments, logs, files, warned)
+    seen = (draws, logs, files, warned)
     return {function.__name__: function() for function in seen}
 
 found["late"] = ask(late)
@@ -99,7 +98,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run_script(NOTEBOOK, "--lr", "3").splitlines()[-1])
+    found: dict[str, Any] = json.loads(run_script(NOTEBOOK).splitlines()[-1])
     return found
 
 
@@ -114,10 +113,6 @@ def test_ranks_start_from_the_notebooks_generators(seen: dict[str, Any]) -> None
     """Both of them, in both launches: a launch draws nothing in the notebook."""
     assert seen["draws"]["ranks"] == [seen["draws"]["here"]] * 4
     assert seen["draws"]["here"][-1] == 5
-
-
-def test_the_arguments_of_a_program_reach_the_ranks(seen: dict[str, Any]) -> None:
-    assert [*seen["arguments"]["ranks"], seen["arguments"]["here"]] == [["--lr", "3"]] * 5
 
 
 def test_levels_and_plain_handlers_of_logging_reach_the_ranks(
@@ -155,11 +150,18 @@ class OwnHandler(logging.Handler):
     pass
 
 
-def lines_of_own_handler(level: int, kind: type[logging.Handler], propagates: bool) -> str:
-    """What a rank writes where a cell has set up a handler of a class of its own."""
+OWN, CELL = partial(OwnHandler, logging.INFO), "of a cell"
+
+
+def lines_of_rank(
+    make: Callable[[], logging.Handler], level: int, propagates: bool, has_filter: bool
+) -> str:
+    """What a rank writes once a cell has set up such a handler, and one of the root logger."""
     from notebook_accel.launch.setup.states import apply, capture
 
-    logger, handler = logging.getLogger("of a cell"), kind(logging.INFO)
+    logger, handler = logging.getLogger(CELL), make()
+    if has_filter:
+        handler.addFilter(lambda record: bool(vars(record).update(user="me")) or True)
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = propagates
@@ -175,60 +177,41 @@ def lines_of_own_handler(level: int, kind: type[logging.Handler], propagates: bo
     return sys.stderr.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("level", "kind", "propagates", "text"),
-    [
-        (logging.DEBUG, OwnHandler, False, "INFO:of a cell:begun\nERROR:of a cell:broken\n"),
-        # As Python does without a handler.
-        (logging.ERROR, OwnHandler, False, "broken\n"),
-        (logging.INFO, logging.NullHandler, False, ""),
-        # The root logger's handler travels.
-        (logging.INFO, OwnHandler, True, "begun\nbroken\n"),
-    ],
-)
-def test_lines_of_a_handler_that_stays_in_the_notebook_are_not_lost(
-    level: int, kind: type[logging.Handler], propagates: bool, text: str
-) -> None:
-    with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        written = pool.submit(lines_of_own_handler, level, kind, propagates).result(60)
-    assert written == text
-
-
-def text_of_rank(format_: str, has_filter: bool, **of_formatter: Any) -> str:
-    """What a rank writes of a line, once a cell has set a handler up."""
-    from notebook_accel.launch.setup.states import apply, capture
-
-    logger, handler = logging.getLogger("of a cell"), logging.StreamHandler(sys.stderr)
+def on_stderr(format_: str, **of_formatter: Any) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(format_, **of_formatter))
-    if has_filter:
-        handler.addFilter(lambda record: bool(vars(record).update(user="me")) or True)
-    logger.addHandler(handler)
-    logger.propagate = False
-    state = capture()
-    logger.removeHandler(handler)
-    sys.stderr = io.StringIO()
-    apply(state)
-    logger.error("broken")
-    return sys.stderr.getvalue()
+    return handler
 
 
 @pytest.mark.parametrize(
-    ("format_", "has_filter", "of_formatter", "text"),
+    ("make", "level", "propagates", "has_filter", "text"),
     [
-        # No handler is there: Python's last resort writes the line.
-        ("%(user)s %(message)s", True, {}, "broken\n"),
-        ("%(user)s %(message)s", False, {"defaults": {"user": "me"}}, "me broken\n"),
-        ("{levelname} {message}", False, {"style": "{"}, "ERROR broken\n"),
-        ("a line", False, {"validate": False}, "a line\n"),
+        (OWN, logging.DEBUG, False, False, f"INFO:{CELL}:begun\nERROR:{CELL}:broken\n"),
+        # As Python does without a handler.
+        (OWN, logging.ERROR, False, False, "broken\n"),
+        (logging.NullHandler, logging.INFO, False, False, ""),
+        # The root logger's handler travels.
+        (OWN, logging.INFO, True, False, "begun\nbroken\n"),
+        # Filters stay in the notebook, with the handler that needs them: Python's last resort
+        # writes the line.
+        (partial(on_stderr, "%(user)s %(message)s"), logging.ERROR, False, True, "broken\n"),
+        (
+            partial(on_stderr, "%(user)s %(message)s", defaults={"user": "me"}),
+            *(logging.ERROR, False, False, "me broken\n"),
+        ),
+        (
+            partial(on_stderr, "{levelname} {message}", style="{"),
+            *(logging.ERROR, False, False, "ERROR broken\n"),
+        ),
+        (partial(on_stderr, "a line", validate=False), logging.ERROR, False, False, "a line\n"),
     ],
 )
-def test_a_format_loses_no_line_in_the_ranks(
-    format_: str, has_filter: bool, of_formatter: dict[str, Any], text: str
+def test_no_line_of_a_handler_or_a_format_is_lost_in_the_ranks(
+    make: Any, level: int, propagates: bool, has_filter: bool, text: str
 ) -> None:
-    """Filters stay in the notebook, with the handler that needs them."""
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        written = pool.submit(text_of_rank, format_, has_filter, **of_formatter).result(60)
-    assert written == text
+        asked = pool.submit(lines_of_rank, make, level, propagates, has_filter)
+        assert asked.result(60) == text
 
 
 def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
