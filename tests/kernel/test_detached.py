@@ -40,12 +40,19 @@ def train(folder):
 """
 
 
-@pytest.fixture
-def later(notebook: Notebook) -> Iterator[Notebook]:
-    """Another notebook of the same user."""
+@pytest.fixture(scope="module")
+def other() -> Iterator[Notebook]:
     with open_notebook() as other:
-        other.run("import notebook_accel")
+        other.run("import os, notebook_accel\nfrom notebook_accel.launch import run_list")
         yield other
+
+
+@pytest.fixture
+def later(notebook: Notebook, other: Notebook) -> Notebook:
+    """Another notebook of the same user, which knows no run of the tests before."""
+    folder = os.environ["NOTEBOOK_ACCEL_RUNS"]
+    other.run(f"run_list._known.clear()\nos.environ['NOTEBOOK_ACCEL_RUNS'] = {folder!r}")
+    return other
 
 
 def keepers(notebook: Notebook) -> list[psutil.Process]:

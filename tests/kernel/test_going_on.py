@@ -1,11 +1,12 @@
 """A person stops a training in a notebook, goes on with another rate, and clones it."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kernel.notebooks import open_notebook
+from tests.kernel.notebooks import Notebook, open_notebook
 from tests.notebook.kernels import Kernel
 
 TRAIN = """
@@ -13,7 +14,7 @@ import time
 import torch
 from notebook_accel import Accelerator, find_run, last_run, notebook_launcher, runs
 
-def train(lr, width=4, size=4000):
+def train(lr, width=4, size=1200):
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(torch.nn.Linear(1, width), torch.nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -27,7 +28,7 @@ def train(lr, width=4, size=4000):
         optimizer.zero_grad()
         seen += 1
         accelerator.log({"seen": seen})
-        time.sleep(0.01 if lr == 0.1 else 0)
+        time.sleep(0.05 if lr == 0.1 else 0)
     return seen, optimizer.param_groups[0]["lr"]
 """
 BEGIN = """
@@ -38,9 +39,24 @@ while run.state.ranks[0].steps < 10:
 GO_ON = "notebook_launcher(train, kwargs={'lr': 0.01}, num_processes=2, resume=%s)"
 
 
+@pytest.fixture(scope="module", name="opened")
+def _opened() -> Iterator[Notebook]:
+    with open_notebook() as notebook:
+        yield notebook
+
+
+@pytest.fixture
+def notebook(opened: Notebook) -> Notebook:
+    """One kernel for all; what it has shown before is no more on the page."""
+    kernel = opened.kernel
+    for shown in (kernel.displays, kernel.models, kernel.buttons, kernel.widgets):
+        shown.clear()
+    return opened
+
+
 @pytest.mark.timeout(300)
-def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another() -> None:
-    with open_notebook() as notebook, open_notebook() as other:
+def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook: Notebook) -> None:
+    with open_notebook() as other:
         notebook.run(TRAIN + BEGIN)
         other.run(TRAIN)
         notebook.run("run.pause()")
@@ -52,7 +68,7 @@ def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another() -> Non
         run_id, done, *results = ast.literal_eval(
             notebook.run("print([run.id, done, *again.results])")
         )
-        assert results == [(1000 - done, 0.01)] * 2
+        assert results == [(300 - done, 0.01)] * 2
         assert f"begins at batch {done}" in notebook.run("print(again.state.notices)")
         # That run is the newest now, and has ended well.
         assert "It wrote no checkpoint" in notebook.fails(GO_ON % "last_run()")
@@ -86,108 +102,106 @@ def train(lr, folder, slow=False, size=8):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_original_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
-    tmp_path: Path, *, is_original_first: bool
+    notebook: Notebook, tmp_path: Path, *, is_original_first: bool
 ) -> None:
     first, last = ("0.5", "0.25") if is_original_first else ("0.25", "0.5")
-    with open_notebook() as notebook:
-        kernel = notebook.kernel
-        notebook.run(CLONED)
-        kernel.displays.clear()
-        block = not is_original_first
-        launch = f"run = notebook_launcher(train, (0.5, {str(tmp_path)!r}), 1, block={block})"
-        rate = 2 if is_original_first else 1
-        cell = notebook.start(launch)
-        kernel.wait_for_panel()
-        assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
-        if is_original_first:  # the cell is free meanwhile
-            notebook.run("run.set(rate=2)")
-        kernel.click("Clone")
-        assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
-        kernel.fill("lr", 0.25)
-        kernel.fill("slow", True)
-        kernel.fill("size", 32)
-        kernel.click("Start")
-        shown = lambda words: any(words in str(m.get("value")) for m in kernel.models.values())  # noqa: E731
-        begun = "the clone has begun, below: lr=0.25, slow=True, size=32"
-        assert kernel.listen_until(lambda: shown(begun), seconds=60), kernel.widgets
-        kernel.click("Start")  # the second one of a double click, of a page that is slow
-        assert kernel.listen_until(lambda: shown("pale: train (lr=0.5"), seconds=60)
-        (tmp_path / first).touch()
-        views = lambda: [m["outputs"] for m in kernel.models.values() if m.get("outputs")]  # noqa: E731
-        ended = lambda: any("✓ succeeded" in str(each) for each in (*views(), *kernel.widgets))  # noqa: E731
-        assert kernel.listen_until(ended, seconds=60)
-        assert kernel.shows_panel, "the other one goes on in it"
-        (tmp_path / last).touch()
-        texts = lambda: [each["data"]["text/plain"] for each in kernel.displays.values()]  # noqa: E731
-        both = lambda: [text.count(": succeeded, 1 rank") for text in texts()] == [2]  # noqa: E731
-        assert kernel.listen_until(both, seconds=60), kernel.displays
-        notebook.finish(cell)
-        assert notebook.run("print([one.results for one in runs()])").strip() == (
-            f"[[(0.5, 8, False, {rate})], [(0.25, 32, True, {rate})]]"
-        )
-        # A clone of the clone, made in a cell, has that cell for its panel.
-        kernel.displays.clear()
-        notebook.run("again = runs()[-1].clone(slow=False, block=True)")
-        assert any("slow=False: succeeded" in text for text in texts()), kernel.displays
+    kernel = notebook.kernel
+    notebook.run(CLONED)
+    block = not is_original_first
+    launch = f"run = notebook_launcher(train, (0.5, {str(tmp_path)!r}), 1, block={block})"
+    rate = 2 if is_original_first else 1
+    cell = notebook.start(launch)
+    kernel.wait_for_panel()
+    assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
+    if is_original_first:  # the cell is free meanwhile
+        notebook.run("run.set(rate=2)")
+    kernel.click("Clone")
+    assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
+    kernel.fill("lr", 0.25)
+    kernel.fill("slow", True)
+    kernel.fill("size", 32)
+    kernel.click("Start")
+    shown = lambda words: any(words in str(m.get("value")) for m in kernel.models.values())  # noqa: E731
+    begun = "the clone has begun, below: lr=0.25, slow=True, size=32"
+    assert kernel.listen_until(lambda: shown(begun), seconds=60), kernel.widgets
+    kernel.click("Start")  # the second one of a double click, of a page that is slow
+    assert kernel.listen_until(lambda: shown("pale: train (lr=0.5"), seconds=60)
+    (tmp_path / first).touch()
+    views = lambda: [m["outputs"] for m in kernel.models.values() if m.get("outputs")]  # noqa: E731
+    ended = lambda: any("✓ succeeded" in str(each) for each in (*views(), *kernel.widgets))  # noqa: E731
+    assert kernel.listen_until(ended, seconds=60)
+    assert kernel.shows_panel, "the other one goes on in it"
+    (tmp_path / last).touch()
+    texts = lambda: [each["data"]["text/plain"] for each in kernel.displays.values()]  # noqa: E731
+    both = lambda: [text.count(": succeeded, 1 rank") for text in texts()] == [2]  # noqa: E731
+    assert kernel.listen_until(both, seconds=60), kernel.displays
+    notebook.finish(cell)
+    assert notebook.run("print([one.results for one in runs()[-2:]])").strip() == (
+        f"[[(0.5, 8, False, {rate})], [(0.25, 32, True, {rate})]]"
+    )
+    # A clone of the clone, made in a cell, has that cell for its panel.
+    kernel.displays.clear()
+    notebook.run("again = runs()[-1].clone(slow=False, block=True)")
+    assert any("slow=False: succeeded" in text for text in texts()), kernel.displays
 
 
-def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(tmp_path: Path) -> None:
-    with open_notebook() as notebook:
-        kernel = notebook.kernel
-        notebook.run(CLONED + "from notebook_accel import sweep")
-        how = "metric='loss', concurrent=2, devices='cpu', block=False"
-        notebook.run(
-            f"s = sweep(train, {{'lr': [0.5]}}, kwargs={{'folder': {str(tmp_path)!r}}}, {how})"
-        )
-        kernel.wait_for_panel()
-        assert kernel.listen_until(lambda: offers(kernel, "trial 0"), seconds=60)
-        kernel.fill("Trial", "trial 0")
-        # Its own panel has a control for each knob.
-        assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
-        kernel.click("Clone")
-        assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
-        kernel.fill("lr", 0.25)
-        kernel.fill("size", 32)
-        kernel.click("Start")
-        added = lambda: any("trial 1 is added" in text for text in kernel.widgets)  # noqa: E731
-        assert kernel.listen_until(added, seconds=30)
-        (tmp_path / "0.5").touch()
-        (tmp_path / "0.25").touch()
-        show = "[run.results for run in s], s.runs[1].state.origin == s.runs[0].id"
-        wait = "while len(s) < 2: time.sleep(0.01)"
-        assert notebook.run(f"{wait}\ns.wait(); print({show})").strip() == (
-            "[[(0.5, 8, False, 1)], [(0.25, 32, False, 1)]] True"
-        )
-        assert notebook.run("print(s.to_pandas()[['lr', 'size']].values.tolist()[1])") == (
-            "[0.25, 32.0]\n"
-        )
+def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    kernel = notebook.kernel
+    notebook.run(CLONED + "from notebook_accel import sweep")
+    how = "metric='loss', concurrent=2, devices='cpu', block=False"
+    notebook.run(
+        f"s = sweep(train, {{'lr': [0.5]}}, kwargs={{'folder': {str(tmp_path)!r}}}, {how})"
+    )
+    kernel.wait_for_panel()
+    assert kernel.listen_until(lambda: offers(kernel, "trial 0"), seconds=60)
+    kernel.fill("Trial", "trial 0")
+    # Its own panel has a control for each knob.
+    assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
+    kernel.click("Clone")
+    assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
+    kernel.fill("lr", 0.25)
+    kernel.fill("size", 32)
+    kernel.click("Start")
+    added = lambda: any("trial 1 is added" in text for text in kernel.widgets)  # noqa: E731
+    assert kernel.listen_until(added, seconds=30)
+    (tmp_path / "0.5").touch()
+    (tmp_path / "0.25").touch()
+    show = "[run.results for run in s], s.runs[1].state.origin == s.runs[0].id"
+    wait = "while len(s) < 2: time.sleep(0.01)"
+    assert notebook.run(f"{wait}\ns.wait(); print({show})").strip() == (
+        "[[(0.5, 8, False, 1)], [(0.25, 32, False, 1)]] True"
+    )
+    assert notebook.run("print(s.to_pandas()[['lr', 'size']].values.tolist()[1])") == (
+        "[0.25, 32.0]\n"
+    )
 
 
 @pytest.mark.timeout(300)
-def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not() -> None:
-    with open_notebook() as notebook:
-        kernel = notebook.kernel
-        notebook.run(TRAIN + "from notebook_accel import sweep")
-        how = "metric='seen', mode='max', concurrent=2, devices='cpu', block=False"
-        notebook.run(f"s = sweep(train, {{'lr': [0.1]}}, {how})")
-        kernel.wait_for_panel()
-        assert kernel.listen_until(lambda: offers(kernel, "trial 0"), seconds=60)
-        notebook.run("while s.runs[0].state.ranks[0].steps < 10: time.sleep(0.01)")
-        kernel.fill("Trial", "trial 0")
-        assert kernel.listen_until(lambda: "Clone" in kernel.buttons, seconds=60)
-        kernel.click("Clone")
-        assert kernel.listen_until(lambda: named(kernel, "lr") == 1, seconds=30)
-        kernel.fill("lr", 0.01)
-        kernel.fill("warm", True)
-        kernel.click("Start")
-        notebook.run("while len(s) < 2: time.sleep(0.01)")
-        notebook.run("clone = s.runs[1].wait(); s.stop(); s.wait()")
-        seen, rate, noticed = ast.literal_eval(
-            notebook.run("print([*clone.results[0], str(clone.state.notices)])")
-        )
-        assert rate == 0.01
-        assert 10 <= 2000 - seen < 2000, "it goes on from a step of the trial"
-        assert f"begins at batch {2000 - seen}" in noticed
+def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook: Notebook) -> None:
+    kernel = notebook.kernel
+    notebook.run(TRAIN + "from notebook_accel import sweep")
+    how = "metric='seen', mode='max', concurrent=2, devices='cpu', block=False"
+    notebook.run(f"s = sweep(train, {{'lr': [0.1]}}, {how})")
+    kernel.wait_for_panel()
+    assert kernel.listen_until(lambda: offers(kernel, "trial 0"), seconds=60)
+    notebook.run("while s.runs[0].state.ranks[0].steps < 10: time.sleep(0.01)")
+    kernel.fill("Trial", "trial 0")
+    assert kernel.listen_until(lambda: "Clone" in kernel.buttons, seconds=60)
+    kernel.click("Clone")
+    assert kernel.listen_until(lambda: named(kernel, "lr") == 1, seconds=30)
+    kernel.fill("lr", 0.01)
+    kernel.fill("warm", True)
+    kernel.click("Start")
+    notebook.run("while len(s) < 2: time.sleep(0.01)")
+    notebook.run("clone = s.runs[1].wait(); s.stop(); s.wait()")
+    seen, rate, noticed = ast.literal_eval(
+        notebook.run("print([*clone.results[0], str(clone.state.notices)])")
+    )
+    assert rate == 0.01
+    assert 10 <= 600 - seen < 600, "it goes on from a step of the trial"
+    assert f"begins at batch {600 - seen}" in noticed
 
 
 def named(kernel: Kernel, label: str) -> int:
