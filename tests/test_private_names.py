@@ -139,12 +139,12 @@ def test_no_class_of_ours_replaces_a_private_method_of_a_library() -> None:
         for name in vars(kind).keys() & vars(base).keys()
         if _PRIVATE.fullmatch(name) and inspect.isfunction(vars(kind)[name])
     }
-    ours = {f"notebook_accel.training.strategies.{name}._unscale_grads_" for name in SCALERS}
+    ours = {f"notebook_accel.training.{name}._unscale_grads_" for name in SCALERS}
     assert replaced == ours
 
 
 # Given theirs by ``of_torch.unscale_by``.
-SCALERS = ("base.SpreadScaler",)
+SCALERS = ("precision.SpreadScaler",)
 
 
 def _modules_with_classes() -> list[Any]:

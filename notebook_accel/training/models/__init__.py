@@ -105,6 +105,12 @@ def has_parts(tensors: Iterable[Any]) -> bool:
     return loaded is not None and any(isinstance(value, loaded.DTensor) for value in tensors)
 
 
+def local_part(value: Any) -> torch.Tensor:
+    """Return this rank's shard of a ``DTensor``; return a plain tensor unchanged."""
+    part: torch.Tensor = value.to_local() if has_parts([value]) else value
+    return part
+
+
 def joined_state_dict(
     model: Module, join: Callable[[str, Any], Any], *, keeps: bool
 ) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,13 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import convert_to_fp32
-from notebook_accel.training.models import RemovableForward, strip_forward, weights_of
+from notebook_accel.training.models import (
+    RemovableForward,
+    has_parts,
+    local_part,
+    strip_forward,
+    weights_of,
+)
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.environment import is_installed, read_flag
@@ -38,20 +45,55 @@ from notebook_accel.training.settings.handlers import (
 )
 
 
+class SpreadScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` for optimizers with plain gradients, sharded gradients, or both.
+
+    Torch's ``GradScaler`` unscales all gradients in one operation, which refuses a mix of plain and
+    sharded gradients. It reports an overflow only to the ranks in the mesh of that gradient, so
+    that other ranks would step.
+
+    Attributes:
+        agrees: whether the strategy spreads models. All ranks then take part in each unscaling,
+            even a rank without gradients (a pipeline stage whose weights are frozen), so that all
+            skip the same steps and keep the same scale.
+    """
+
+    agrees = False
+
+
+def _unscale(
+    scaler: SpreadScaler,
+    as_torch: Callable[..., dict[torch.device, torch.Tensor]],
+    optimizer: Optimizer,
+    found_inf: torch.Tensor,
+) -> dict[torch.device, torch.Tensor]:
+    weights = [*weights_of(optimizer)]
+    if not (scaler.agrees or has_parts(weights)):
+        return as_torch(optimizer)
+    own: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in (local_part(weight.grad) for weight in weights if weight.grad is not None):
+        part = grad.detach()
+        part.grad = grad
+        own.setdefault(grad.device, []).append(part)
+    for device, parts in own.items():
+        optimizer_of_parts = SimpleNamespace(param_groups=[{"params": parts}])
+        for seen in as_torch(optimizer_of_parts, True, device).values():
+            found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
+    return {found_inf.device: collectives.reduce(found_inf, "max")}
+
+
+of_torch.unscale_by(SpreadScaler, _unscale)
+
+
 class LossScaling:
     """Wraps a ``GradScaler`` so that all optimizers divide by the scale that the loss had.
 
     The scale is updated only before the next loss is scaled. If it were updated after each
     optimizer's step, a second optimizer would divide gradients by another scale than the loss had.
-
-    Args:
-        agrees: whether all ranks unscale if any rank has gradients: for sharded weights, of which
-            ranks have different ones.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, *, agrees: bool = False) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
-        self._agrees = agrees
         self._is_used = False  # whether the gradients of the last backward were stepped or cleared
         # The optimizers whose gradients are unscaled, by their ids.
         self._done: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -159,8 +201,9 @@ class LossScaling:
             self._is_used = True
 
     def _is_so_anywhere(self, is_so: bool) -> bool:
-        # Without agreement, all ranks have gradients of the same weights: it is the same on each.
-        return bool(collectives.reduce(torch.tensor(is_so), "max")) if self._agrees else is_so
+        # Where weights are not spread, all ranks have gradients of the same ones: it is the same.
+        agrees = getattr(self._scaler, "agrees", False)
+        return bool(collectives.reduce(torch.tensor(is_so), "max")) if agrees else is_so
 
     def _settle(self) -> None:
         if self._is_used:
@@ -358,8 +401,8 @@ class Precision:
         self.options = pick_handler(handlers, AutocastKwargs)
         self.scaler_options = pick_handler(handlers, GradScalerKwargs)
 
-    def make_scaler(self, kind: type[torch.amp.GradScaler]) -> torch.amp.GradScaler | None:
-        """Return a loss scaler, an object of ``kind``; None if this precision needs none."""
+    def make_scaler(self) -> SpreadScaler | None:
+        """Return a loss scaler; None if this precision needs none."""
         return None
 
     def autocast(
@@ -401,10 +444,10 @@ class Float16(Precision):
     name = "fp16"
     dtype = torch.float16
 
-    def make_scaler(self, kind: type[torch.amp.GradScaler]) -> torch.amp.GradScaler | None:
+    def make_scaler(self) -> SpreadScaler | None:
         if not self.scaler_options.enabled:
             return None
-        return kind(self.device_type, **self.scaler_options.to_kwargs())
+        return SpreadScaler(self.device_type, **self.scaler_options.to_kwargs())
 
 
 class Float8(BFloat16):

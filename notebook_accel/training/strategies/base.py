@@ -40,7 +40,7 @@ from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.files import Format
 from notebook_accel.training.models import has_parts, set_within, weights_of
-from notebook_accel.training.precision import LossScaling, Precision
+from notebook_accel.training.precision import LossScaling, Precision, SpreadScaler
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.settings.handlers import (
@@ -129,38 +129,6 @@ def sharded(**given: Any) -> Format:
     return Sharded(**given)
 
 
-class SpreadScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` for optimizers with plain gradients, sharded gradients, or both.
-
-    Torch's ``GradScaler`` unscales all gradients in one operation, which refuses a mix of plain and
-    sharded gradients. It reports an overflow only to the ranks in the mesh of that gradient, so
-    that other ranks would step.
-
-    Attributes:
-        agrees: whether the strategy spreads models. All ranks then take part in each unscaling,
-            even a rank without gradients (a pipeline stage whose weights are frozen), so that all
-            skip the same steps and keep the same scale.
-    """
-
-    agrees = False
-
-
-def _unscale(
-    scaler: SpreadScaler,
-    as_torch: Callable[..., dict[torch.device, torch.Tensor]],
-    optimizer: Optimizer,
-    found_inf: torch.Tensor,
-) -> dict[torch.device, torch.Tensor]:
-    if scaler.agrees or has_parts(weights_of(optimizer)):
-        from notebook_accel.training.strategies import dtensors
-
-        return dtensors.unscale_in_parts(as_torch, optimizer, found_inf)
-    return as_torch(optimizer)
-
-
-of_torch.unscale_by(SpreadScaler, _unscale)
-
-
 class Strategy:
     """Base class of the kinds of parallelism, and the strategy for a single device.
 
@@ -193,7 +161,7 @@ class Strategy:
         self.precision = request.precision
         self.accumulation = request.accumulation
         self.parallelism = request.plugins.get("parallelism_config")
-        self.scale_by(request.precision.make_scaler(SpreadScaler))
+        self.scale_by(request.precision.make_scaler())
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
@@ -337,9 +305,7 @@ class Strategy:
         """Drop accumulated gradients that are not yet in the weights' ``grad``."""
         # Asked by every zero_grad: all weights are looked at only where there is something to drop.
         if self.spread and (dtensors := dtensors_of(weights_of(optimizer))):
-            weights = {id(weight) for weight in weights_of(optimizer)}
-            for model in self.spread:
-                dtensors.drop_unreduced(model, weights)
+            dtensors.drop_unreduced(self.spread, {id(weight) for weight in weights_of(optimizer)})
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off."""
@@ -353,10 +319,9 @@ class Strategy:
         # The property brings the scaler up to date with the last step first.
         before = None if self.scaling is None else self.scaling.scaler
         if scaler is not before:
-            agrees = self.spreads_weights
-            self.scaling = None if scaler is None else LossScaling(scaler, agrees=agrees)
+            self.scaling = None if scaler is None else LossScaling(scaler)
             if isinstance(scaler, SpreadScaler):
-                scaler.agrees = agrees
+                scaler.agrees = self.spreads_weights
 
     # What checkpoints ask.
 

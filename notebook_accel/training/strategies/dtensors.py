@@ -7,8 +7,7 @@ tensors: other functions join shards to full tensors, and shard full tensors on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
-from types import SimpleNamespace
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +17,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from notebook_accel.private import of_torch
-from notebook_accel.training.collectives import reduce
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.models import joined_state_dict, weights_of
-
-
-def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a ``DTensor``; return a plain tensor unchanged."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
@@ -151,27 +144,6 @@ def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
                 group["foreach"] = False
 
 
-def unscale_in_parts(
-    as_torch: Callable[[Any, bool, torch.device], Mapping[torch.device, torch.Tensor]],
-    optimizer: Optimizer,
-    found_inf: torch.Tensor,
-) -> dict[torch.device, torch.Tensor]:
-    """Divide sharded and plain gradients by the loss scale, in place; all ranks call it."""
-    own: dict[torch.device, list[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if weight.grad is not None:
-                grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-                part = grad.detach()
-                part.grad = grad
-                own.setdefault(grad.device, []).append(part)
-    for device, parts in own.items():
-        optimizer_of_parts = SimpleNamespace(param_groups=[{"params": parts}])
-        for seen in as_torch(optimizer_of_parts, True, device).values():
-            found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
-    return {found_inf.device: reduce(found_inf, "max")}
-
-
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors by their device mesh, since torch's operations accept only one mesh."""
     found: dict[Any, list[torch.Tensor]] = {}
@@ -181,8 +153,8 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
-def drop_unreduced(model: Module, weights: Container[int]) -> None:
+def drop_unreduced(models: Iterable[Module], weights: Container[int]) -> None:
     """Drop gradients that ``fully_shard`` keeps where ``zero_grad()`` cannot see them."""
-    for part in model.modules():
+    for part in (part for model in models for part in model.modules()):
         if isinstance(part, FSDPModule):
             of_torch.drop_whole_gradients(part, weights)

@@ -71,6 +71,7 @@ from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.models import (
     ReplacedForward,
     has_parts,
+    local_part,
     retie_parameters,
     tied_names,
     weights_of,
@@ -83,7 +84,6 @@ from notebook_accel.training.settings.parallelism import ParallelismConfig, fit_
 from notebook_accel.training.strategies import context, dtensors
 from notebook_accel.training.strategies.base import LossFunction, ModelToPrepare, Request, Strategy
 from notebook_accel.training.strategies.compiling import compile_in_place
-from notebook_accel.training.strategies.dtensors import local_part
 
 # Tensor parallelism: how a layer is divided over ranks, by the name of the style in Transformers.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -63,7 +63,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import find_batch_size, leaves, recursively_apply
 from notebook_accel.training.files import memory_of
-from notebook_accel.training.models import ReplacedForward, set_within, weights_of
+from notebook_accel.training.models import ReplacedForward, local_part, set_within, weights_of
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.stepping.step_timer import step_timer
@@ -74,7 +74,6 @@ from notebook_accel.training.strategies.base import (
     Request,
     call_model,
 )
-from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
 
 _Key = tuple[float, ...]
