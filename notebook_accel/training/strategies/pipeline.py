@@ -98,8 +98,6 @@ class PipelineParallel(MeshParallel):
         # The key of every weight of a prepared model, kept on this rank or not, alike on every
         # rank: the number of the model, and the weight's place in it.
         self._keys = WeakIdKeyDictionary()
-        # Weights that no other stage has.
-        self._own = WeakIdKeyDictionary()
         self._num_prepared = 0  # counted, since ranks may forget models at different times
 
     @property
@@ -167,8 +165,6 @@ class PipelineParallel(MeshParallel):
         pipeline = pipeline_of(model)
         assert pipeline is not None
         pipeline.note_weights(model)
-        for weight in pipeline.own_weights:
-            self._own[weight] = True
         return model
 
     def cut(self, model: Module) -> list[Module]:
@@ -231,7 +227,9 @@ class PipelineParallel(MeshParallel):
     ) -> torch.Tensor:
         weights = [weight for weight in parameters if weight.grad is not None]
         # What all stages have counts once.
-        counted = [weight for weight in weights if weight in self._own or not self._stage_index]
+        pipelines = filter(None, map(pipeline_of, self.spread))
+        own = {id(weight) for pipeline in pipelines for weight in pipeline.own_weights}
+        counted = [weight for weight in weights if id(weight) in own or not self._stage_index]
         norm = dtensors.total_grad_norm(counted, norm_type, self.topology.device).float()
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
@@ -268,7 +266,10 @@ class PipelineParallel(MeshParallel):
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         found = self.own_optimizer_state(optimizer)
-        return {**found, "state": self._join(recursively_apply(_whole_on_host, found["state"]))}
+        whole = recursively_apply(
+            lambda value: dtensors.make_whole(value.detach()).cpu(), found["state"]
+        )
+        return {**found, "state": self._join(whole)}
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return _of_own_weights(optimizer, optimizer.state_dict())
@@ -319,15 +320,9 @@ def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
         if torch.is_tensor(value) and value.numel():
             key = memory_of(local_part(value))
             if key not in seen:
-                seen[key] = _whole_on_host(value)
+                seen[key] = dtensors.make_whole(value.detach()).cpu()
             found[name] = seen[key]
     return found
-
-
-def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU, joined if it is sharded; all ranks of a stage call it."""
-    whole: torch.Tensor = dtensors.make_whole(value.detach())
-    return whole.cpu()
 
 
 # The class of a schedule, and how many stages each rank has.
