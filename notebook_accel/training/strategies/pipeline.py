@@ -413,16 +413,18 @@ class Pipeline:
         self.group, self.device = mesh.get_group(), device
         self.prefix, container = _find_blocks(model, num_stages)
         self.blocks_name = self.prefix.removesuffix(".") or type(model).__name__
-        parts = _list_blocks(container)
-        ends = balance([_count_weights(block) for _, block in parts], num_stages)
+        parts = [*container]
+        for index, block in enumerate(parts):
+            if any(block is other for other in parts[:index]):  # an activation, say
+                parts[index] = copy.copy(block)
+        ends = balance([_count_weights(block) for block in parts], num_stages)
         self.ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         outside = weights_outside(model, self.prefix)
         _refuse_shared_weights(self.prefix, parts, self.ranges, outside)
         kept = {index for stage in self.own_stages for index in self.ranges[stage]}
-        self.blocks = [block for index, (_, block) in enumerate(parts) if index in kept]
-        for index, (name, block) in enumerate(parts):
-            here = block if index in kept else _OnOtherStage(block)
-            setattr(container, name, here)
+        self.blocks = [block for index, block in enumerate(parts) if index in kept]
+        for index, block in enumerate(parts):
+            container[index] = here = block if index in kept else _OnOtherStage(block)
             here.__dict__["forward"] = _BlockForward(here, self, index)
         model.__dict__["forward"] = _PipelinedForward(model, self)
         # What only this rank of the pipeline has, and what every rank has: see ``note_weights``.
@@ -737,7 +739,7 @@ def _count_weights(module: Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def _find_blocks(model: Module, num_stages: int) -> tuple[str, Module]:
+def _find_blocks(model: Module, num_stages: int) -> tuple[str, nn.ModuleList | nn.Sequential]:
     """Find the list of blocks: the ``ModuleList`` or ``Sequential`` with the most weights."""
     found = [
         (f"{name}." if name else "", part)
@@ -754,17 +756,6 @@ def _find_blocks(model: Module, num_stages: int) -> tuple[str, Module]:
         return found[0]
     # Of one list inside another the outer one is named first, and max takes the first.
     return max(found, key=lambda each: _count_weights(each[1]))
-
-
-def _list_blocks(container: Module) -> list[tuple[str, Module]]:
-    """Return (name, block) of each child; one that is a child twice is copied."""
-    blocks: list[tuple[str, Module]] = []
-    for name, block in container.named_modules(remove_duplicate=False):
-        if not name or "." in name:
-            continue
-        is_known = any(block is known for _, known in blocks)
-        blocks.append((name, copy.copy(block) if is_known else block))
-    return blocks
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
@@ -785,16 +776,13 @@ def balance(costs: Sequence[int], num_stages: int) -> list[int]:
 
 
 def _refuse_shared_weights(
-    prefix: str,
-    blocks: Sequence[tuple[str, Module]],
-    ranges: Sequence[range],
-    outside: Collection[int],
+    prefix: str, blocks: Sequence[Module], ranges: Sequence[range], outside: Collection[int]
 ) -> None:
     """Refuse a model that has one weight in the blocks of two stages."""
     stages = [stage for stage, indices in enumerate(ranges) for _ in indices]
     seen: dict[int, tuple[int, str]] = {}
-    for stage, (name, block) in zip(stages, blocks, strict=True):
-        for inner, weight in block.named_parameters(f"{prefix}{name}"):
+    for index, (stage, block) in enumerate(zip(stages, blocks, strict=True)):
+        for inner, weight in block.named_parameters(f"{prefix}{index}"):
             first, other = seen.setdefault(id(weight), (stage, inner))
             if first != stage and id(weight) not in outside:
                 raise ConfigError(
