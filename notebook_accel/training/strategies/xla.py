@@ -23,7 +23,12 @@ from torch.optim.optimizer import (
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
-from notebook_accel.training.models import RemovableForward, replaced_forwards, weights_of
+from notebook_accel.training.models import (
+    RemovableForward,
+    joined_state_dict,
+    replaced_forwards,
+    weights_of,
+)
 from notebook_accel.training.processes import xla_driver
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
@@ -88,7 +93,7 @@ class XlaParallel(Strategy):
         super().clip_grad_value(self._average(parameters), clip_value)
 
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
-        return _host_copy(model.state_dict(keep_vars=True))  # type: ignore[no-any-return]
+        return joined_state_dict(model, lambda _, value: _host_copy(value), keeps=True)
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         return _host_copy(optimizer.state_dict())  # type: ignore[no-any-return]
@@ -169,12 +174,4 @@ class _MovingForward(RemovableForward):
 
 
 def _host_copy(state: Any) -> Any:
-    """Return a copy of nested tensors on the CPU; a tensor that occurs twice is copied once."""
-    copies: dict[int, torch.Tensor] = {}
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().cpu()
-        return copies[id(tensor)]
-
-    return recursively_apply(copy, state)
+    return recursively_apply(lambda tensor: tensor.detach().cpu(), state)
