@@ -327,8 +327,7 @@ class MeshParallel(Strategy):
         if self.parallelism.cp_enabled:
             assert self.mesh is not None
             # Each rank has computed that of its part of the sequences.
-            dist.all_reduce(loss, group=self.mesh["cp"].get_group())
-            loss /= self.parallelism.sizes["cp"]
+            loss = collectives.reduce(loss, "mean", group=self.mesh["cp"].get_group())
         return loss
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
@@ -609,14 +608,10 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
     update them by the gradients of its own samples. With gradient accumulation, each backward
     averages the earlier sum again, which is harmless: that sum is equal on all ranks already.
     """
-    size = dist.get_world_size(group)
 
     def average(weight: torch.Tensor) -> None:
-        assert weight.grad is not None
         own = local_part(weight.grad)
-        total = own.contiguous()
-        dist.all_reduce(total, group=group)
-        own.copy_(total / size)
+        own.copy_(collectives.reduce(own, "mean", group=group))
 
     for weight in weights:
         # One that is frozen now may be thawed later, and torch takes no hook for it as it is.

@@ -232,11 +232,9 @@ class PipelineParallel(MeshParallel):
         counted = [weight for weight in weights if id(weight) in own or not self._stage_index]
         norm = dtensors.total_grad_norm(counted, norm_type, self.topology.device).float()
         if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
-            total = norm
+            total: torch.Tensor = collectives.reduce(norm, "max", group=self._group)
         else:
-            power = norm**norm_type
-            dist.all_reduce(power, group=self._group)
+            power = collectives.reduce(norm**norm_type, "sum", group=self._group)
             total = power ** (1 / norm_type)
         dtensors.scale_grads(weights, max_norm, total)
         return total
