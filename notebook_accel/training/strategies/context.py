@@ -33,6 +33,7 @@ from torch.nn import Module
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training import collectives
 from notebook_accel.training.models import set_within
 
 # As it is outside of a block: inside, torch has put its ring in its place.
@@ -100,9 +101,8 @@ class SequenceDivider:
                 self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
             ):
                 pass  # ``own`` keeps this rank's part
-            of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
-            dist.all_gather(of_ranks, own, group=self._mesh.get_group())
-            self._length, self._positions = length, (own, torch.cat(of_ranks))
+            of_ranks = collectives.gather(own, group=self._mesh.get_group())
+            self._length, self._positions = length, (own, of_ranks)
         return self._positions
 
 
@@ -156,7 +156,7 @@ def _replaced_attention(
                 "attention inside maybe_context_parallel got a mask: expected is_causal=True, or "
                 "no mask; leave attention_mask out of the model's inputs, without padding"
             )
-        keys, values = (_gathered(part.contiguous(), group) for part in (key, value))
+        keys, values = (_gathered(part, group) for part in (key, value))
         mask = causal_mask() if is_causal else None
         return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
@@ -169,14 +169,11 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part, group=group)
-        return torch.cat(parts, dim=-2)
+        return torch.cat(collectives.gather(part, group=group).chunk(group.size()), dim=-2)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole = grads[0].contiguous().clone()
-        dist.all_reduce(whole, group=ctx.group)
+        whole = collectives.reduce(grads[0], "sum", group=ctx.group)
         return whole.chunk(ctx.group.size(), dim=-2)[ctx.group.rank()], None
 
 
