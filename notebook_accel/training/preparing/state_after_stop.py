@@ -29,6 +29,7 @@ from notebook_accel.training.collectives.nested import honor_type, recursively_a
 from notebook_accel.training.files import numbered, save_weights
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.state_files import write_state
+from notebook_accel.training.models import retie_parameters, tied_names
 
 # In the random states of a run that was interrupted elsewhere than at a common point of all ranks:
 # within which step, if some weights may have made it.
@@ -316,11 +317,6 @@ def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:
     Raises:
         Exception: names or shapes of the weights do not match, or user code in the model raised.
     """
-    made: dict[int, Parameter] = {}
-    for name, empty in [*meta_copy.named_parameters(remove_duplicate=False)]:
-        if id(empty) not in made:
-            made[id(empty)] = Parameter(weights[name], empty.requires_grad)
-        owner, _, last = name.rpartition(".")
-        setattr(meta_copy.get_submodule(owner), last, made[id(empty)])
-    # Buffers, and what modules keep beside their tensors; a weight is copied onto itself.
-    meta_copy.load_state_dict(weights)
+    ties = tied_names(meta_copy)
+    meta_copy.load_state_dict(weights, assign=True)
+    retie_parameters(meta_copy, ties)
