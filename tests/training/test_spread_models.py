@@ -14,6 +14,7 @@ from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
+    WIDTH,
     Block,
     Tiny,
     blocks,
@@ -130,16 +131,23 @@ def test_a_model_that_is_spread_trains_as_it_is(name: str, trained: list[dict[st
         check_weights(ours["weights"], expected["weights"], moved)
 
 
-def several_copies() -> tuple[bool, list[str]]:
+def train_in_data_parallel() -> tuple[bool, bool, list[str]]:
+    torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
-    mine: Any = torch.nn.DataParallel(Block())
+    block = Block()
+    mine: Any = torch.nn.DataParallel(block)
     with warnings.catch_warnings(record=True) as seen:
-        prepared = accelerator.prepare(mine)
-    return prepared is mine, [str(warning.message) for warning in seen]
+        model, optimizer = accelerator.prepare(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
+    accelerator.backward(model(torch.randn(2, WIDTH) * (1 + accelerator.process_index)).sum())
+    optimizer.step()
+    weights = accelerator.gather(torch.cat([weight.flatten() for weight in block.parameters()]))
+    is_same = torch.equal(*weights.chunk(2))
+    told = [str(warning.message) for warning in seen]
+    return accelerator.unwrap_model(model) is block, is_same, told
 
 
-def test_a_data_parallel_model_on_several_ranks_is_told() -> None:
-    results = run_ranks(several_copies, 2)
-    assert [is_same for is_same, _ in results] == [True, True]
-    [said] = results[0][1]
-    assert "each of the 2 ranks trains a model of its own" in said
+def test_the_model_in_a_data_parallel_one_trains_on_all_ranks() -> None:
+    results = run_ranks(train_in_data_parallel, 2)
+    assert [(is_block, is_same) for is_block, is_same, _ in results] == [(True, True)] * 2
+    [said] = results[0][2]
+    assert "the 2 ranks train it" in said

@@ -153,6 +153,14 @@ class Preparation:
         self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Module:
         """Return the prepared model; see ``Accelerator.prepare_model``."""
+        num_ranks = self.request.topology.num_processes
+        if num_ranks > 1 and isinstance(model, torch.nn.DataParallel):
+            # It spreads a batch over the devices of one process; each rank has one device.
+            notice_once(
+                "DataParallel",
+                f"prepare() took the model out of DataParallel: the {num_ranks} ranks train it",
+            )
+            model = model.module
         self._renew(model)
         training = not evaluation_mode
         inner = without_wrappers(model)
@@ -162,7 +170,7 @@ class Preparation:
             if known.inner is model and (known.training or not training):
                 return known.wrapped
         strategy = self.strategy
-        is_spread = _is_spread(model, self.request.topology.num_processes)
+        is_spread = _is_spread(model, num_ranks)
         device = None if is_spread else self._device(device_placement)
         shards = strategy.spreads_weights and training
         meta_copy = copy_on_meta(of_torch.original_module(model)) if shards else None
@@ -204,13 +212,6 @@ class Preparation:
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
         """Register a model that is in a wrapper already, set its precision, and return it."""
         if not any(known.wrapped is model for known in self.models):
-            if self.request.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
-                notice_once(
-                    "DataParallel",
-                    "a DataParallel model is taken as it is: it uses the devices of one process, "
-                    f"so each of the {self.request.topology.num_processes} ranks trains a model of "
-                    "its own; give prepare() the model inside to train one on all of them",
-                )
             self.request.precision.wrap(inner)
             self._keep(PreparedModel(inner, model, True))
         return model
