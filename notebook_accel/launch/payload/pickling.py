@@ -241,6 +241,23 @@ def _reduce_script(_pickler: Any, script: Any) -> Any:
     return rebuild_script, (pickle.PickleBuffer(file.getvalue()),)
 
 
+def set_state(instance: Any, state: Any) -> None:
+    """Set the state of an instance that has nothing yet (used by unpickling)."""
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    if attributes:
+        vars(instance).update(attributes)
+    for name, value in slots.items():
+        object.__setattr__(instance, name, value)
+
+
+def _reduce_without_lookup(_pickler: Any, instance: Any) -> Any:
+    # Pickle asks the empty instance for __setstate__. A __getattr__ that forwards to an attribute
+    # (``return getattr(self.inner, name)``) looks for that one by itself then, and for ever.
+    make, arguments, state, *items = instance.__reduce_ex__(5)
+    setter = None if state is None else set_state
+    return make, arguments, state, *items, setter
+
+
 def _reduce_torch_module(_pickler: Any, module: Any) -> Any:
     # torch refuses a parametrized one (weight_norm and the like), since plain pickle cannot send
     # the class that it made for the module; cloudpickle can.
@@ -418,6 +435,10 @@ _BY_CLASS: dict[str, _Row] = {
 }
 
 
+_OWN_WAYS = {"__reduce__", "__reduce_ex__", "__setstate__"}
+_REGISTERED = copyreg.dispatch_table
+
+
 class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
     """Raised by a pickler for an object that would be useless in another process."""
 
@@ -431,6 +452,9 @@ def row_of(kind: type, rows: Mapping[str, _Row] = _BY_CLASS) -> _Row | None:
         row = rows.get(f"{base.__module__}.{base.__qualname__}") or rows.get(base.__module__)
         if row is not None:
             return row
+    defined = {name for base in kind.__mro__[:-1] for name in vars(base)}
+    if "__getattr__" in defined and defined.isdisjoint(_OWN_WAYS) and kind not in _REGISTERED:
+        return _reduce_without_lookup
     return None
 
 

@@ -101,6 +101,34 @@ def test_classes_of_every_make_travel(notebook: Notebook) -> None:
     assert notebook["Base"].made == 0
 
 
+def test_instances_that_forward_attributes_travel(notebook: Notebook) -> None:
+    notebook.cell("""
+        class Wrapper:
+            def __init__(self, inner): self.inner = inner
+            def __getattr__(self, name): return getattr(self.inner, name)
+
+        class Slotted:
+            __slots__ = ("inner", "own")
+            def __init__(self, inner): self.inner, self.own = inner, 3
+            def __getattr__(self, name): return getattr(self.inner, name)
+
+        class Settings(dict):
+            def __init__(self, **values): super().__init__(values); self.__dict__["own"] = 5
+            def __getattr__(self, name): return self[name]
+
+        def train(wrapper, slotted, settings):
+            assert slotted.inner is wrapper
+            return wrapper.count(2), slotted.inner.inner, slotted.own, settings, wrapper
+    """)
+    wrapper = notebook["Wrapper"]([1, 2, 2])
+    settings = notebook["Settings"](lr=0.1)
+    found = notebook.launch("train", wrapper, notebook["Slotted"](wrapper), settings)
+    count, inner, own, back, wrapper_back = found
+    assert (count, inner, own) == (2, [1, 2, 2], 3)
+    assert (back.lr, back.own, type(back)) == (0.1, 5, notebook["Settings"])
+    assert (wrapper_back.inner, type(wrapper_back)) == ([1, 2, 2], notebook["Wrapper"])
+
+
 def test_what_pickle_knows_by_name_alone_travels(notebook: Notebook) -> None:
     notebook.cell("""
         import functools
