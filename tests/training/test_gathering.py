@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from notebook_accel import PartialState
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import gather_object, num_ranks, this_rank
-from notebook_accel.training.data.dispatch import DataLoaderDispatcher, RoundDivider
+from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.processes.random_numbers import set_seed
@@ -524,16 +524,15 @@ def test_rows_of_one_sample_stay_together() -> None:
     def rows(*samples: int) -> list[int]:
         return [*samples, *(100 + sample for sample in samples)]
 
-    def divide(divider: RoundDivider, batches: list[list[int]]) -> list[Any]:
-        rounds = divider.divide(iter([torch.tensor(batch) for batch in batches]))
+    def divide(batches: list[list[int]], has_first: bool = False, **config: Any) -> list[Any]:
+        raw = DataLoader(SizedStream(11), batch_size=4)
+        loader = loading.prepare(raw, 0, 2, dispatch_batches=True, **config)
+        rounds = loader._rounds(iter([torch.tensor(batch) for batch in batches]), has_first)
         return [[part.batch.tolist() for part in each] for each in rounds]
 
     batches = [rows(0, 1, 2, 3), rows(4, 5, 6, 7), rows(8, 9, 10)]
-    divider = RoundDivider(2, batches_a_round=2, batch_size=4)
-    assert divide(divider, batches) == [batches[:2], [batches[2], batches[0]]]
-    resumed = RoundDivider(2, batches_a_round=2, batch_size=4)
-    resumed.first = torch.tensor(batches[0])
-    assert divide(resumed, batches[2:]) == [[batches[2], batches[0]]]
-    split = RoundDivider(2, batches_a_round=1, batch_size=4)
+    assert divide(batches) == [batches[:2], [batches[2], batches[0]]]
+    resumed = divide([batches[0], batches[2]], has_first=True)
+    assert resumed == [[batches[2], batches[0]]]
     with pytest.raises(ConfigError, match=r"split_batches=True .* 8 rows for batch_size=4"):
-        divide(split, batches)
+        divide(batches, split_batches=True)

@@ -1,27 +1,26 @@
 """Prepared loaders for which rank 0 alone reads the data; it sends the other ranks their parts.
 
-A *round* is the samples on which all ranks work at the same step::
+A *round* is the samples on which all ranks work at the same step: one batch per rank, or with
+``split_batches`` one batch for all of them. Ranks that hold one model together get the same part of
+it (a *share*) and count as one::
 
-    rank 0   _lead     reads a round -> divides it (RoundDivider) -> broadcasts the header
-                                                                   -> scatters the buffers
-    others   _follow   receive the header -> allocate a buffer -> receive it -> their part
-
-The header has the structure of every rank's batch, and the values in it that are not tensors. In
-place of each tensor it has one on torch's meta device, of the same shape and type.
+    rank 0   _lead     reads a round -> divides it (_rounds) -> scatters the pickled parts
+    others   _follow   receive their part
 
 Every rank gets a batch and takes part in the same collectives each round. A pass over the loader
-ends for the other ranks with a header that says that there is no more data, or that reading failed.
+ends for the other ranks with None in place of a part, or with a text that says why reading failed.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,9 +32,6 @@ from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.random_numbers import synchronize_rng_state
 from notebook_accel.training.stepping.active_loaders import Position, ShortRound
-
-# A tensor of any type may begin at a multiple of it.
-_ALIGNMENT = 16
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -112,6 +108,15 @@ class DataLoaderDispatcher(PreparedLoader):
     def _keeps_batches(self) -> bool:
         return self.batch_sampler is not None and has_own_batches(self.batch_sampler)
 
+    @property
+    def _rows_a_batch(self) -> int | None:
+        """Rows of a full batch if each sample has one; None if batches have no common size."""
+        return None if self._keeps_batches else self.given_batch_size
+
+    @property
+    def _num_shares(self) -> int:
+        return self._options.data_group.size
+
     def _num_batches(self) -> int:
         rounds = super()._num_batches() / self._batches_a_round
         return math.floor(rounds) if self._drops_last else math.ceil(rounds)
@@ -135,217 +140,144 @@ class DataLoaderDispatcher(PreparedLoader):
         # unless the dataset goes on there by itself.
         is_counted = start > 0 and start not in position.reader_states
         keeps_first = is_counted and not self._drops_last
-        divider = RoundDivider(
-            num_parts=self._options.data_group.size,
-            batches_a_round=self._batches_a_round,
-            batch_size=None if self._keeps_batches else self.given_batch_size,
-            drop_last=self._drops_last,
-            keeps_batches=self._keeps_batches,
-            slice_fn=self._options.slice_fn,
-        )
-        batches = self._read_from(position, start, keeps_first)
-        rounds = divider.divide(batches, keeps_first)
+        rounds = self._rounds(self._read_from(position, start, keeps_first), keeps_first)
+        shares = self._options.data_group.index_of_rank
         while True:
             try:
                 divided = next(rounds, None)
-                header, buffers = _pack(divided, self._options.data_group.index_of_rank)
+                # Rank 0 has its own part already. Pickled here: what cannot be pickled is told too.
+                parts = {share: divided and divided[share] for share in {*shares[1:]}}
+                pickled = {share: _pickled(part) for share, part in parts.items()}
             except Exception as error:
-                # The others wait for a header, and without one they would wait for ever.
-                collectives.broadcast_object_list(
-                    [pickle.dumps(f"{type(error).__name__}: {error}")]
-                )
+                # The others wait for their parts, and without an answer they would wait for ever.
+                told = _pickled(f"{type(error).__name__}: {error}")
+                collectives.scatter_objects([told] * len(shares))
                 raise
-            collectives.broadcast_object_list([header])
+            collectives.scatter_objects([b"", *(pickled[share] for share in shares[1:])])
             if divided is None:
                 return
-            if buffers:
-                collectives.scatter(buffers, buffers[0].nbytes)
             yield divided[0]
 
     def _follow(self) -> Iterator[RoundBatch]:
-        # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
-        # much as that rank's code is.
-        while True:
-            (packed,) = collectives.broadcast_object_list([None])
-            header = pickle.loads(packed)  # None at the end, the text of an error, or a round's
-            if header is None:
-                return
-            if isinstance(header, str):
-                raise RuntimeError(f"rank 0 could not read the next batch: {header}")
-            forms, num_bytes = header
-            # Nothing is sent where no rank's batch holds a tensor.
-            buffer = (
-                collectives.scatter(None, num_bytes)
-                if num_bytes
-                else torch.empty(0, dtype=torch.uint8)
-            )
-            yield _fill(forms[self._options.data_group.index], buffer)
+        # Pickled by rank 0, a member of the same group: what it sends is trusted as much as that
+        # rank's code is.
+        while (part := pickle.loads(collectives.scatter_objects(None))) is not None:
+            if isinstance(part, str):
+                raise RuntimeError(f"rank 0 could not read the next batch: {part}")
+            yield part
 
+    def _rounds(self, read: Iterator[Any], has_first: bool) -> Iterator[list[RoundBatch]]:
+        """Yield the rounds of a pass on rank 0, each as a list with one batch for every share.
 
-def _pack(
-    divided: list[RoundBatch] | None, index_of_rank: Sequence[int]
-) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the pickled header and a buffer for each rank.
+        With 2 ranks, 10 samples and batches of 3::
 
-    ``divided`` is None at the pass's end.
-    """
-    if divided is None:
-        return pickle.dumps(None), []
-    others = set(index_of_rank[1:])  # rank 0 has its own part already
-    forms = {
-        index: divided[index]._replace(
-            batch=nested.recursively_apply(
-                lambda one: torch.empty_like(one, device="meta"), divided[index].batch
-            )
-        )
-        for index in others
-    }
-    num_bytes = max((_places(form)[1] for form in forms.values()), default=0)
-    header = pickle.dumps((forms, num_bytes))
-    if not num_bytes:
-        return header, []
-    # A scatter needs one length on all ranks.
-    buffers = [torch.empty(num_bytes, dtype=torch.uint8, device="cpu") for _ in divided]
-    for index in others:
-        for start, tensor in _places(divided[index])[0]:
-            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            buffers[index][start : start + plain.nbytes] = collectives.as_bytes(plain)
-    return header, [buffers[index] for index in index_of_rank]
+            rank 0 reads   [0 1 2] [3 4 5]    a batch for each rank, all of one size: they stay
+                           [6 7 8] [9]        otherwise: joined, and divided evenly: [6 7] [8 9]
 
+        Two kinds of batches stay whole: those that cannot be joined (padded to different lengths,
+        say), and those of a user's own batch sampler, whose samples belong together. With
+        ``split_batches``, each batch of such a sampler is divided, and filled up with its own
+        samples.
 
-def _places(part: RoundBatch) -> tuple[list[tuple[int, torch.Tensor]], int]:
-    """Return each tensor with the byte at which it begins in a buffer, and the buffer's length."""
-    found, end = [], 0
-    for tensor in (leaf for leaf in nested.leaves(part.batch) if isinstance(leaf, torch.Tensor)):
-        start = end + -end % _ALIGNMENT
-        found.append((start, tensor))
-        end = start + tensor.nbytes
-    return found, end
+        Each rank gets something in each round, whatever ``even_batches`` says, as with Accelerate:
+        a rank whose loop ended before those of the others would leave them waiting in a collective.
 
-
-def _fill(form: RoundBatch, buffer: torch.Tensor) -> RoundBatch:
-    """Return the part of which ``form`` has the structure, with the tensors in ``buffer``."""
-    starts = iter([start for start, _ in _places(form)[0]])
-
-    def read(tensor: torch.Tensor) -> torch.Tensor:
-        start = next(starts)
-        return buffer[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
-
-    return form._replace(batch=nested.recursively_apply(read, form.batch))
-
-
-@dataclass
-class RoundDivider:
-    """Divides a pass's batches among the ranks (those of one model count as one), on rank 0.
-
-    A *round* is what all ranks work on at the same step: one batch per rank, or with
-    ``split_batches`` one batch for all of them. With 2 ranks, 10 samples and batches of 3::
-
-        rank 0 reads   [0 1 2] [3 4 5]     a batch for each rank, all of one size: they stay whole
-                       [6 7 8] [9]         otherwise: joined, and divided evenly:  [6 7]  [8 9]
-
-    If the samples do not divide evenly, samples from the first batch of the pass (run over the
-    loader) fill up the last parts. Two kinds of batches stay whole: those that cannot be joined
-    (padded to different lengths, say), and those of a user's own batch sampler, whose samples
-    belong together. A rank for which no batch is left then gets the first batch of the pass again.
-    With ``split_batches``, each batch of a user's own batch sampler is divided, and filled up with
-    its own samples.
-
-    Each rank gets something in each round, whatever ``even_batches`` says, as with Accelerate: a
-    rank whose loop ended before those of the others would leave them waiting in a collective.
-    """
-
-    num_parts: int
-    batches_a_round: int
-    batch_size: int | None = None
-    drop_last: bool = False
-    keeps_batches: bool = False
-    slice_fn: Callable[..., Any] | None = None
-    first: Any = field(default=None, init=False)
-    _most_rows: int = field(default=0, init=False)
-
-    def divide(self, raw: Iterator[Any], has_first: bool = False) -> Iterator[list[RoundBatch]]:
-        """Yield the rounds of a pass, each as a list with one batch for every rank."""
-        if has_first:
-            self.first = next(raw, None)
-        batches = [*itertools.islice(raw, self.batches_a_round)]
-        # A round that lacks batches is left out as a whole, as the samplers do.
-        while batches and not (self.drop_last and len(batches) < self.batches_a_round):
-            if self.first is None:
-                self.first = batches[0]
-            yield self._divide_round(batches)
-            batches = [*itertools.islice(raw, self.batches_a_round)]
-
-    def _divide_round(self, batches: list[Any]) -> list[RoundBatch]:
-        sizes = {count_rows(batch) for batch in batches}
-        self._most_rows = max(self._most_rows, *(size or 0 for size in sizes))
-        if self.slice_fn is None and len(batches) == self.num_parts and len(sizes) == 1:
-            return [RoundBatch(batch, None, sizes == {None}) for batch in batches]
-        is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
-        joined = _try_to_join(batches) if is_joined else None
-        rows = None if joined is None else count_rows(joined)
-        if not rows or self._has_several_rows_a_sample():
-            return self._keep_whole(batches)
-        return self._divide_evenly(joined, rows)
-
-    def _has_several_rows_a_sample(self) -> bool:
-        """Whether dividing a batch could separate the rows of a sample."""
-        if self.batch_size is None:
-            return False
-        # In a pass that is resumed, the first batch of the epoch is in none of the rounds.
-        self._most_rows = max(self._most_rows, count_rows(self.first) or 0)
-        return self._most_rows > self.batch_size
-
-    def _divide_evenly(self, joined: Any, rows: int) -> list[RoundBatch]:
-        """Return parts with the same number of rows.
-
-        The last ones filled up with repeated samples.
+        Args:
+            read: batches of the loader inside.
+            has_first: whether ``read`` begins with the first batch of the epoch, which is in no
+                round of this pass.
         """
-        share = math.ceil(rows / self.num_parts)
-        missing = share * self.num_parts - rows
-        lacks = self.batch_size is not None and rows < self.batch_size * self.batches_a_round
-        is_short = missing > 0 or lacks
-        # Samples of two batches are not mixed where they belong together.
-        source = joined if self.keeps_batches else self.first
+        size, slice_fn = self._batches_a_round, self._options.slice_fn
+        first = next(read, None) if has_first else None
+        most_rows = count_rows(first) or 0
+        batches = [*itertools.islice(read, size)]
+        # A round that lacks batches is left out as a whole, as the samplers do.
+        while batches and not (self._drops_last and len(batches) < size):
+            first = batches[0] if first is None else first
+            counts = {count_rows(batch) for batch in batches}
+            most_rows = max(most_rows, *(rows or 0 for rows in counts))
+            if slice_fn is None and len(batches) == self._num_shares and len(counts) == 1:
+                yield [RoundBatch(batch, None, counts == {None}) for batch in batches]
+            else:
+                # Neither rows of one sample nor samples that belong together come apart.
+                is_whole = most_rows > (self._rows_a_batch or most_rows)
+                is_whole |= None in counts or (size > 1 and self._keeps_batches)
+                joined = None if is_whole else _try_to_join(batches)
+                if rows := count_rows(joined):
+                    yield self._divide_evenly(joined, rows, first)
+                else:
+                    yield self._keep_whole(batches, first, most_rows)
+            batches = [*itertools.islice(read, size)]
+
+    def _divide_evenly(self, joined: Any, rows: int, first: Any) -> list[RoundBatch]:
+        """Return parts with the same number of rows, the last ones filled up with repeated ones."""
+        num_shares, slice_fn = self._num_shares, self._options.slice_fn
+        share = math.ceil(rows / num_shares)
+        missing = share * num_shares - rows
+        is_short = missing > 0 or rows < (self._rows_a_batch or 0) * self._batches_a_round
         filled = joined
         if missing:
-            # The first batch may be of another form (padded to another length, say).
+            # Samples of two batches are not mixed where they belong together. And the first batch
+            # may be of another form (padded to another length, say).
+            source = joined if self._keeps_batches else first
             filled = _try_to_join([joined, *_repeat_rows(source, missing)])
             if filled is None:
                 filled = join_rows([joined, *_repeat_rows(joined, missing)])
         parts: list[RoundBatch] = []
-        for start in range(0, share * self.num_parts, share):
+        for index in range(num_shares):
+            start = index * share
             last = ShortRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
-            own, ranks = slice(start, start + share), self.num_parts
-            if self.slice_fn is None:
+            own = slice(start, start + share)
+            if slice_fn is None:
                 part = slice_rows(filled, own)
             else:
-                part = self.slice_fn(filled, own, process_index=len(parts), num_processes=ranks)
+                part = slice_fn(filled, own, process_index=index, num_processes=num_shares)
             parts.append(RoundBatch(part, last, False))
         return parts
 
-    def _keep_whole(self, batches: list[Any]) -> list[RoundBatch]:
-        """Return a whole batch for each rank; the pass's first where none is left."""
-        if self.slice_fn is not None or self.batches_a_round == 1:
-            setting = "slice_fn_for_dispatch" if self.slice_fn else "split_batches=True"
+    def _keep_whole(self, batches: list[Any], first: Any, most_rows: int) -> list[RoundBatch]:
+        """Return a whole batch for each share; the first of the epoch where none is left."""
+        slice_fn, size = self._options.slice_fn, self._rows_a_batch
+        if slice_fn is not None or self._batches_a_round == 1:
+            setting = "slice_fn_for_dispatch" if slice_fn else "split_batches=True"
             reason = (
                 "has no rows to divide, or no others to be joined with: expected tensors of the "
                 "same shapes, with one row for each sample; pad them"
             )
-            if self._has_several_rows_a_sample():
+            if size is not None and most_rows > size:
                 reason = (
-                    f"has {self._most_rows} rows for batch_size={self.batch_size}, so that rows of "
+                    f"has {most_rows} rows for batch_size={size}, so that rows of "
                     "one sample could come apart: give tensors a dimension for those of a sample"
                 )
-            elif self.keeps_batches:
+            elif self._keeps_batches:
                 reason = "is of a batch sampler of your own: such are divided with split_batches"
             raise ConfigError(
-                f"{setting} divides batches over {self.num_parts} processes, and a batch "
+                f"{setting} divides batches over {self._num_shares} processes, and a batch "
                 f"({type(batches[0]).__name__}) {reason}, or leave {setting} out"
             )
-        missing = self.num_parts - len(batches)
-        repeated = RoundBatch(self.first, ShortRound(-1, count_rows(self.first), 0), True)
+        missing = self._num_shares - len(batches)
+        repeated = RoundBatch(first, ShortRound(-1, count_rows(first), 0), True)
         return [*(RoundBatch(batch, None, True) for batch in batches), *[repeated] * missing]
+
+
+class _PartPickler(pickle.Pickler):
+    """Pickles tensors as their bytes: torch pickles slower, and a view with all of its memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return NotImplemented
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return _tensor_of, (collectives.as_bytes(plain).numpy(), value.dtype, value.shape)
+
+
+def _tensor_of(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _pickled(sent: object) -> bytes:
+    file = io.BytesIO()
+    _PartPickler(file, protocol=5).dump(sent)
+    return file.getvalue()
 
 
 def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
@@ -378,18 +310,12 @@ def slice_rows(batch: Any, own: slice) -> Any:
     """Return the rows ``own`` of a batch; values without rows are kept as they are."""
     rows = count_rows(batch)
 
-    def cut(value: Any) -> Any:
+    def has_rows(value: Any) -> bool:
         if isinstance(value, torch.Tensor):
-            return value[own] if value.ndim else value
-        if _is_column(value) and len(value) == rows:
-            return value[own]
-        if isinstance(value, (list, tuple)):
-            return nested.honor_type(value, (cut(item) for item in value))
-        if isinstance(value, Mapping):
-            return nested.rebuild(value, {key: cut(item) for key, item in value.items()})
-        return value
+            return value.ndim > 0
+        return _is_column(value) and len(value) == rows
 
-    return cut(batch)
+    return nested.recursively_apply(lambda value: value[own], batch, test_type=has_rows)
 
 
 def _try_to_join(batches: list[Any]) -> Any:
