@@ -260,7 +260,7 @@ def uneven_elsewhere() -> str:
 
 def test_ragged_tensors_differ_in_their_first_dimension_alone() -> None:
     for text in run_ranks(uneven_elsewhere, 2):
-        assert "rank 0 (1, 2), rank 1 (1, 3)" in text
+        assert "rank 0: [0] float32 (any, 2)\n  rank 1: [0] float32 (any, 3)" in text
 
 
 def raises_on_one_rank() -> None:

@@ -264,13 +264,13 @@ def fails_beside(path: Path, *, is_before: bool) -> list[str]:
             super().publish(**options)
 
     accelerator.register_save_state_pre_hook(hook)
-    saves.StagedFolder = Late  # type: ignore[misc]
+    saves.atomic.StagedFolder = Late  # type: ignore[misc]
     try:
         accelerator.save_state(path)
     except OSError:
         failed.touch()
     finally:
-        saves.StagedFolder = StagedFolder  # type: ignore[misc]
+        saves.atomic.StagedFolder = StagedFolder  # type: ignore[misc]
     accelerator.wait_for_checkpoint()
     barrier()
     return files(path)

@@ -29,21 +29,10 @@ from torch.distributed import distributed_c10d
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
-from notebook_accel.training.checkpoint.start import (
-    Numbering,
-    has_save_id,
-    is_ours,
-    random_states_file,
-)
+from notebook_accel.training.checkpoint import start
 from notebook_accel.training.collectives import exchange
 from notebook_accel.training.collectives.nested import leaves
-from notebook_accel.training.files.atomic import (
-    StagedFolder,
-    add_entries,
-    drop_empty,
-    is_staged,
-    remove_dead,
-)
+from notebook_accel.training.files import atomic
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.topology import Topology
 from notebook_accel.training.settings.notices import notice
@@ -142,7 +131,7 @@ class Save:
     of_hooks: Path
     """Where hooks of the user's write: in a joint save one folder for all ranks of a disk, so that
     a hook finds there what the one of another rank has written."""
-    _folder: StagedFolder | None = None
+    _folder: atomic.StagedFolder | None = None
     _heard: NotebookAccelError | None = None  # why another rank could not write
 
     def __init__(
@@ -173,7 +162,7 @@ class Save:
         if not self.writes:
             self._store.set(f"here/{own}", "")
 
-    def open(self, asked: Path | None, numbers: Numbering) -> None:
+    def open(self, asked: Path | None, numbers: start.Numbering) -> None:
         """Make the folder in which this rank writes; None makes a numbered one."""
         if self._own and self.joint:
             self._wait_for(self._of_rank_0, ["began"])
@@ -184,16 +173,16 @@ class Save:
                     break
             asked = _final(self._of_rank_0) or numbers.folder() / numbers.next()
         if self.writes:
-            self._folder = numbers.make() if asked is None else StagedFolder.of(asked)
+            self._folder = numbers.make() if asked is None else atomic.StagedFolder.of(asked)
             self.final = self._folder.final
             if not self._others:  # the next save of several ranks may never come
-                remove_dead(self.final.parent, _OF_RANKS)
+                atomic.remove_dead(self.final.parent, _OF_RANKS)
             self._store.set("staged", str(self._folder.path))
             self._store.set("began", str(self.final))
         else:
             assert asked is not None
             name = f"rank_{self._own}"
-            self._folder = StagedFolder(asked.parent, _OF_RANKS, lambda _: name)
+            self._folder = atomic.StagedFolder(asked.parent, _OF_RANKS, lambda _: name)
             self.final = asked
         self.staged = self.of_hooks = self._folder.path
         if self.joint:
@@ -215,18 +204,20 @@ class Save:
         complete([results, *self._take_in()])
         awaited = [rank for rank in self._others if self._store.check([f"here/{rank}"])]
         for rank in awaited:
-            (self.staged / random_states_file(rank)).touch()
+            (self.staged / start.random_states_file(rank)).touch()
         # A disk that machines share although each was to write has the checkpoint already.
-        if not (self._each_machine and add_entries(self.staged, self.final, self._is_of_this)):
-            self._folder.publish(is_ours=is_ours)
+        if not (
+            self._each_machine and atomic.add_entries(self.staged, self.final, self._is_of_this)
+        ):
+            self._folder.publish(is_ours=start.is_ours)
         self._folder.discard()
         # Who comes from now on sees this, and adds its files itself.
         self._store.set("done", "")
         for _, path, _ in self._came():
-            add_entries(path, self.final, self._is_of_this)
+            atomic.add_entries(path, self.final, self._is_of_this)
         for rank in awaited:
             if not self._store.check([f"here/{rank}"]):
-                drop_empty(self.final / random_states_file(rank), self._is_of_this)
+                atomic.drop_empty(self.final / start.random_states_file(rank), self._is_of_this)
 
     def _take_in(self) -> list[Any]:
         """Take in the files of ranks that have written; return these ranks' results."""
@@ -234,7 +225,7 @@ class Save:
         for rank, path, results in self._came():
             if not path.exists():
                 raise unseen(path, f"rank 0, and rank {rank} has written it")
-            add_entries(path, self.staged, lambda _: True)
+            atomic.add_entries(path, self.staged, lambda _: True)
             self._store.delete_key(f"came/{rank}")  # of large models they have megabytes
             taken.append(results)
         return taken
@@ -245,7 +236,7 @@ class Save:
             if self._store.check([f"came/{rank}"]):
                 path, results = json.loads(self._store.get(f"came/{rank}"))
                 # What is taken in is removed there, and others may write into the store.
-                if is_staged(Path(path), f"rank_{rank}"):
+                if atomic.is_staged(Path(path), f"rank_{rank}"):
                     yield rank, Path(path), results
 
     def _wait_for(self, store: Any, keys: list[str]) -> None:
@@ -270,7 +261,7 @@ class Save:
             raise self._heard
 
     def _is_of_this(self, folder: Path) -> bool:
-        return has_save_id(folder, self.id)
+        return start.has_save_id(folder, self.id)
 
     @property
     def has_begun(self) -> bool:
@@ -287,7 +278,7 @@ class Save:
         if not self._store.check(["done"]):
             return False
         if self.staged.exists():
-            add_entries(self.staged, self.final, self._is_of_this)
+            atomic.add_entries(self.staged, self.final, self._is_of_this)
         self._discard()
         if self._is_elsewhere and not self.final.exists():
             raise unseen(self.final, f"rank {self._own}")
@@ -307,7 +298,7 @@ class Save:
             self.give_up()
         except dist.DistError:  # the store went with rank 0, which may have published
             if self.staged.exists():
-                add_entries(self.staged, self.final, self._is_of_this)
+                atomic.add_entries(self.staged, self.final, self._is_of_this)
             self._discard()
         except KeyboardInterrupt:  # also sent since rank 0 has failed
             with suppress(dist.DistError):
@@ -323,7 +314,7 @@ class Save:
             self._store.delete_key(f"{note}/{self._own}")
         final = _final(self._store)
         if final is not None and self._store.check(["done"]):
-            drop_empty(final / random_states_file(self._own), self._is_of_this)
+            atomic.drop_empty(final / start.random_states_file(self._own), self._is_of_this)
         self._discard()
 
     def fail(self, error: BaseException) -> None:

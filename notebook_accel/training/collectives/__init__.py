@@ -122,20 +122,25 @@ def require_agreement(
         f"{path} {_describe(leaf, free_dimension)}".lstrip()
         for path, leaf in nested.leaves_with_paths(data, "")
     ]
-    everywhere = objects_of_ranks(mine, group)
-    if any(of_rank != everywhere[0] for of_rank in everywhere):
-        ranks: dict[str, list[str]] = defaultdict(list)
-        for rank, of_rank in enumerate(everywhere):
-            ranks[", ".join(of_rank) or "nothing"].append(str(rank))
-        by_rank = "\n".join(
-            f"  rank{'s' * (len(having) > 1)} {', '.join(having)}: {kind}"
-            for kind, having in sorted(ranks.items(), key=lambda item: -len(item[1]))
-        )
-        raise DistributedOperationException(
-            f"{operation} was given different tensors by different ranks:\n{by_rank}\n"
-            "Expected the same structure, shapes and types on every rank: pad tensors whose sizes "
-            "differ (pad_across_processes), or gather_object what is no tensor"
-        )
+    _require_equal(operation, objects_of_ranks(mine, group))
+
+
+def _require_equal(operation: str, everywhere: list[list[str]]) -> None:
+    """Raise if the tensors, as ``_describe`` puts them, are not the same on all ranks."""
+    if all(of_rank == everywhere[0] for of_rank in everywhere):
+        return
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, of_rank in enumerate(everywhere):
+        ranks[", ".join(of_rank) or "nothing"].append(str(rank))
+    by_rank = "\n".join(
+        f"  rank{'s' * (len(having) > 1)} {', '.join(having)}: {kind}"
+        for kind, having in sorted(ranks.items(), key=lambda item: -len(item[1]))
+    )
+    raise DistributedOperationException(
+        f"{operation} was given different tensors by different ranks:\n{by_rank}\n"
+        "Expected the same structure, shapes and types on every rank: pad tensors whose sizes "
+        "differ (pad_across_processes), or gather_object what is no tensor"
+    )
 
 
 def objects_of_ranks(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -299,22 +304,12 @@ def gather_ragged(
     """
     if num_ranks(group) == 1:
         return list(tensors)
-    require_agreement("gather", list(tensors), group, 0)
-    shapes: list[list[tuple[int, ...]]] = objects_of_ranks(
-        [tuple(tensor.shape) for tensor in tensors], group
-    )
-    if any([s[1:] for s in of_rank] != [s[1:] for s in shapes[0]] for of_rank in shapes):
-        by_rank = ", ".join(
-            f"rank {rank} {' '.join(map(str, of_rank)) or 'no tensor'}"
-            for rank, of_rank in enumerate(shapes)
-        )
-        raise ValueError(
-            "gather joins tensors along their first dimension, and the others differ: "
-            f"{by_rank}; use pad_across_processes on them first"
-        )
+    described = [(f"[{index}] {_describe(one, 0)}", len(one)) for index, one in enumerate(tensors)]
+    everywhere: list[list[tuple[str, int]]] = objects_of_ranks(described, group)
+    _require_equal("gather", [[text for text, _ in of_rank] for of_rank in everywhere])
     joined: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
-        sizes = [of_rank[index][0] for of_rank in shapes]
+        sizes = [of_rank[index][1] for of_rank in everywhere]
         longest = max(sizes)
         padded = tensor.new_zeros((longest, *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor.detach()

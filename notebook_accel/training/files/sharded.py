@@ -22,16 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Module
@@ -49,7 +43,8 @@ _EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_stat
 _INDEX = ".metadata"
 # Classes in an index that are no plain dataclasses; making one only stores what it is given.
 _INDEX_NAMES = {
-    f"{kind.__module__}.{kind.__qualname__}": kind for kind in (MetadataIndex, TensorProperties)
+    f"{kind.__module__}.{kind.__qualname__}": kind
+    for kind in (metadata.MetadataIndex, metadata.TensorProperties)
 }
 
 
@@ -90,7 +85,7 @@ class ShardedPiece(Piece):
     def complete(self, results: Sequence[Any]) -> None:
         found = [
             [
-                WriteResult(MetadataIndex(**index), size, of_torch.part_of_file(stored))
+                WriteResult(metadata.MetadataIndex(**index), size, of_torch.part_of_file(stored))
                 for index, size, stored in of_rank
             ]
             for of_rank in results
@@ -233,7 +228,7 @@ def _named(
 
 
 def _room_for(
-    stored: TensorStorageMetadata, weight: torch.Tensor, *, on_device: bool
+    stored: metadata.TensorStorageMetadata, weight: torch.Tensor, *, on_device: bool
 ) -> torch.Tensor:
     """Return a tensor to read an entry of ``weight``'s optimizer state into.
 
@@ -253,15 +248,15 @@ class _CarefulReader(FileSystemReader):
     Torch's own reader unpickles the index, which can run any code.
     """
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self) -> metadata.Metadata:
         index = read_index(Path(self.path))
         # As torch's own does.
-        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta = index.storage_meta or metadata.StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
 
 
-def read_index(folder: Path) -> Metadata:
+def read_index(folder: Path) -> metadata.Metadata:
     """Return the index of a folder of sharded tensors, read without trusting the file.
 
     Raises:
@@ -271,7 +266,7 @@ def read_index(folder: Path) -> Metadata:
     """
     path = folder / _INDEX
     index = read_pickle(path, _INDEX_NAMES)
-    if not isinstance(index, Metadata):
+    if not isinstance(index, metadata.Metadata):
         raise NotebookAccelError(f"{path} holds a {type(index).__name__}, and no index of parts")
     for name in sorted({part.relative_path for part in (index.storage_data or {}).values()}):
         if Path(name).name != name:
@@ -282,10 +277,12 @@ def read_index(folder: Path) -> Metadata:
     return index
 
 
-def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+def tensors_in(path: Path) -> dict[str, metadata.TensorStorageMetadata]:
     """Return what the index of a folder says of each tensor; raises as :func:`read_index`."""
     stored = read_index(path).state_dict_metadata
-    return {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+    return {
+        key: one for key, one in stored.items() if isinstance(one, metadata.TensorStorageMetadata)
+    }
 
 
 def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> None:
