@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import psutil
-
-from notebook_accel import wire
 
 # Between two readings. Processor use is a mean over this time; over a shorter one the values would
 # jump, since the system counts in ticks of 10 ms.
@@ -26,22 +25,6 @@ _READ_SECONDS = 1.0
 # Linux's number of the first namespace of process ids, that of the host.
 _PIDS_OF_HOST = "pid:[4026531836]"
 _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-
-
-def gauges_of(launch: wire.Launch, local_rank: int, pid: int) -> Gauges:
-    """Make the :class:`Gauges` that reads the use of a new rank's process and of its device."""
-    environment = launch.environment
-    if environment.get("ACCELERATE_USE_CPU") == "true":
-        return Gauges(pid, name="CPU")
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    names = [str(local_rank)] if visible is None else visible.split(",")
-    # Ranks choose their devices in the same way: with more ranks than devices, some share one.
-    name = names[local_rank % len(names)].strip()
-    return Gauges(
-        pid,
-        nvidia=name if name and os.path.exists("/dev/nvidiactl") else None,
-        is_pci_order=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID",
-    )
 
 
 @lru_cache(maxsize=1)
@@ -64,7 +47,7 @@ def _is_in_container() -> bool:
 
 
 class Gauges:
-    """CPU, memory and device use of one process, read at most once a second.
+    """CPU, memory and device use of the process of a rank, read at most once a second.
 
     Attributes:
         measured: what is known by now, by field of ``wire.Usage``; memory of the device is that of
@@ -73,15 +56,19 @@ class Gauges:
             once NVML has failed.
     """
 
-    def __init__(
-        self, pid: int, *, nvidia: str | None = None, is_pci_order: bool = False, name: str = ""
-    ) -> None:
-        """Set up the gauges; the first values come with :meth:`read`."""
+    def __init__(self, environment: Mapping[str, str], local_rank: int, pid: int) -> None:
+        """Set up the gauges of a rank with this environment; values come with :meth:`read`."""
+        is_on_cpu = environment.get("ACCELERATE_USE_CPU") == "true"
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        names = [str(local_rank)] if visible is None else visible.split(",")
+        # Ranks choose their devices in the same way: with more ranks than devices, some share one.
+        name = names[local_rank % len(names)].strip()
+        has_device = name and not is_on_cpu and os.path.exists("/dev/nvidiactl")
+        self.nvidia = name if has_device else None
+        self._is_pci_order = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         # Two threads add to it.
-        self.measured: dict[str, Any] = {"device": name}
+        self.measured: dict[str, Any] = {"device": "CPU" if is_on_cpu else ""}
         self._pid = pid
-        self.nvidia = nvidia
-        self._is_pci_order = is_pci_order
         self._handle: Any = None
         self._reading: threading.Thread | None = None
         self._process: psutil.Process | None = None

@@ -16,7 +16,7 @@ from notebook_accel import wire
 from notebook_accel.actions.ending import StepClock
 from notebook_accel.actions.scoreboard import RankRow, Scoreboard
 from notebook_accel.launch.agent.file_tail import FileTail
-from notebook_accel.launch.agent.gauges import gauges_of
+from notebook_accel.launch.agent.gauges import Gauges
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
@@ -115,7 +115,8 @@ class RankProcess:
         self.pid: int = process.pid
         self.needed_pids: tuple[int, ...] = (self.pid,)
         self.exit_fd = processes.watch_exit(self.pid)
-        self._gauges = gauges_of(self.inherited.launch, self.inherited.local_rank, self.pid)
+        inherited = self.inherited
+        self._gauges = Gauges(inherited.launch.environment, inherited.local_rank, self.pid)
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the agent's descriptors for this rank, for ranks forked later to close."""

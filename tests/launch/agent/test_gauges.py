@@ -4,13 +4,12 @@ import os
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from notebook_accel import wire
 from notebook_accel.launch.agent import gauges
-from notebook_accel.launch.agent.gauges import Gauges, gauges_of
+from notebook_accel.launch.agent.gauges import Gauges
 
 ALIKE, MIXED = ["A100", "A100"], ["T4", "A100"]
 DEVICES = pytest.mark.parametrize(
@@ -34,10 +33,15 @@ def test_a_device_that_may_be_another_one_is_not_shown(
     """A stand-in for nvidia-ml-py, by its names, since NVML answers only where a device is."""
 
     monkeypatch.setattr(gauges, "_nvml", lambda: nvml_of(machine))
-    one = Gauges(os.getpid(), nvidia=called, is_pci_order=is_pci_order)
+    one = gauges_of(called, monkeypatch, CUDA_DEVICE_ORDER="PCI_BUS_ID" * is_pci_order)
     read(one)
     assert one.measured.get("device") == shown
     assert one.measured.get("device_use") == (41 if shown else None)
+
+
+def gauges_of(visible: str, monkeypatch: pytest.MonkeyPatch, **more: str) -> Gauges:
+    monkeypatch.setattr(os.path, "exists", lambda _: True)
+    return Gauges({"CUDA_VISIBLE_DEVICES": visible, **more}, 0, os.getpid())
 
 
 def nvml_of(machine: list[str], **more: Any) -> Any:
@@ -70,7 +74,7 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
         return nvml_of(ALIKE)
 
     monkeypatch.setattr(gauges, "_nvml", hang)
-    one = Gauges(os.getpid(), nvidia="0")
+    one = gauges_of("0", monkeypatch)
     began = time.monotonic()
     one.read(1.0)
     one.read(3.0)
@@ -106,7 +110,7 @@ def test_memory_in_containers_and_on_parts_of_devices(
     )
     monkeypatch.setattr(gauges, "_nvml", lambda: nvml)
     monkeypatch.setattr(gauges, "_is_in_container", lambda: is_inside)
-    one = Gauges(os.getpid(), nvidia="0")
+    one = gauges_of("0", monkeypatch)
     read(one)
     assert (
         one.measured.get("device"),
@@ -118,7 +122,7 @@ def test_memory_in_containers_and_on_parts_of_devices(
 def test_without_nvml_a_device_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauges, "_nvml", lambda: None)
     for called in ("0", "GPU-0", "MIG-0"):
-        one = Gauges(os.getpid(), nvidia=called)
+        one = gauges_of(called, monkeypatch)
         read(one)
         assert (one.measured.get("device"), one.measured.get("device_use")) == ("", None)
 
@@ -132,5 +136,4 @@ def test_ranks_have_the_visible_devices_in_turn(
 ) -> None:
     monkeypatch.setattr(os.path, "exists", lambda _: True)
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    launch = cast("wire.Launch", SimpleNamespace(environment=environment))
-    assert gauges_of(launch, rank, 1).nvidia == called
+    assert Gauges(environment, rank, 1).nvidia == called
