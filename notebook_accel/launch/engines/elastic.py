@@ -44,7 +44,7 @@ from notebook_accel.launch.engines.machines import (
     torchelastic_variables,
 )
 from notebook_accel.launch.launch_request import LaunchRequest
-from notebook_accel.launch.rank_environment import num_cores, num_threads_of
+from notebook_accel.launch.rank_environment import num_cores
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
 from notebook_accel.launch.template.handle import Template, ask_template
 from notebook_accel.launch.transport import machine_link
@@ -170,12 +170,7 @@ class ElasticEngine(MachinesEngine):
             raise
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        first, *others = plan.agents
-        links = self._here.start_agents(request, replace(plan, agents=(first,)), run=run)
-        if not others:
-            return links
-        threads = num_threads_of(request.environment, len(first))
-        return [replace(link, launch_fields={"num_threads": threads}) for link in links]
+        return self._here.start_agents(request, replace(plan, agents=plan.agents[:1]), run=run)
 
 
 def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -> int:

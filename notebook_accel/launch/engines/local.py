@@ -16,12 +16,11 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
-
-import msgspec
 
 from notebook_accel import tpu, wire
 from notebook_accel.config import shares_devices
@@ -93,42 +92,17 @@ class AgentEngine(Engine):
             return self.start_ranks(of_ranks, plan, folder)
 
         with held():
-            pool: RankPool
-            if plan.is_awaited:
-                start = partial(self._start_late, of_ranks, folder)
-                grace = request.config.grace
-                pool = WaitingPool(start, plan.world_size, run=folder.id, grace=grace)
-            else:
-                pool = self.start_ranks(request, plan, folder)
+            pool = (
+                WaitingPool(self, of_ranks, folder, plan.world_size)
+                if plan.is_awaited
+                else self.start_ranks(request, plan, folder)
+            )
             again = start_again if request.config.max_restarts else None
             call = RankCall(pool, packed, new, start_again=again, close=self.close)
             with call.sent(last=True):
                 yield call
 
-    def _start_late(
-        self, request: LaunchRequest, folder: RunFolder, waiting: WaitingPool
-    ) -> RankPool:
-        """Wait until machines are there, and start ranks on them; called in a thread."""
-        view = _NoticesOfWait(waiting)
-        plan = self.plan_ranks(replace(request, view=view, poll=waiting.poll))
-        waiting.late_call.show_notices(*plan.notices)
-        return self.start_ranks(request, plan, folder)
-
     def start_ranks(self, request: LaunchRequest, plan: RankPlan, folder: RunFolder) -> RankPool:
-        num_threads = num_threads_of(request.environment, plan.world_size)
-        of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
-        # Without each agent's ranks.
-        message = wire.Launch(
-            run=folder.id,
-            world_size=plan.world_size,
-            ranks=(),
-            environment=rank_environment(request.config, of_engine=of_engine),
-            directory=os.getcwd(),
-            path=tuple(import_path()),
-            log_dir=str(folder.path),
-            num_threads=num_threads,
-            start_method=self.start_method,
-        )
         with held():
             links = self.start_agents(request, plan, run=folder.id)
             try:
@@ -136,8 +110,25 @@ class AgentEngine(Engine):
                     links, run=folder.id, grace=request.config.grace, log_dir=folder.path
                 )
                 for link in links:
-                    own = {"ranks": link.ranks, **link.launch_fields}
-                    pool.send(msgspec.structs.replace(message, **own), to=[link])
+                    num_threads = num_threads_of(request.environment, len(link.ranks))
+                    of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
+                    # An agent of another machine has other ones of some of these.
+                    fields = {
+                        "environment": rank_environment(request.config, of_engine=of_engine),
+                        "directory": os.getcwd(),
+                        "path": tuple(import_path()),
+                        "log_dir": str(folder.path),
+                        "num_threads": num_threads,
+                        **link.launch_fields,
+                    }
+                    message = wire.Launch(
+                        run=folder.id,
+                        world_size=plan.world_size,
+                        ranks=link.ranks,
+                        start_method=self.start_method,
+                        **fields,
+                    )
+                    pool.send(message, to=[link])
             except BaseException:
                 abandon(links)
                 raise
@@ -152,10 +143,6 @@ class AgentEngine(Engine):
         return self.plan_ranks(request)
 
 
-class _StoppedError(Exception):
-    """Ends the engine's wait: the run was stopped."""
-
-
 class WaitingPool(RankPool):
     """In place of ranks that cannot start yet, since machines or room in a cluster are awaited.
 
@@ -167,34 +154,37 @@ class WaitingPool(RankPool):
     is_awaited = True
 
     def __init__(
-        self, start: Callable[[WaitingPool], RankPool], world_size: int, *, run: str, grace: float
+        self, engine: AgentEngine, request: LaunchRequest, folder: RunFolder, world_size: int
     ) -> None:
-        self.run, self.grace = run, grace
+        self.run, self.grace = folder.id, request.config.grace
         self.processes = tuple(ProcessState(rank=rank) for rank in range(world_size))
         self._links = []
         self._turn = threading.Lock()
-        self._start = start
+        self._engine, self._request, self._folder = engine, request, folder
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._await, name=f"waits-{run}", daemon=True)
+        self._thread = threading.Thread(target=self._await, name=f"waits-{self.run}", daemon=True)
 
     def check_free(self) -> None:
         return
 
     def send_call(self, call: Any, *_: object) -> None:
-        self.late_call: RankCall = call
+        self._late_call: RankCall = call
         call.begin(1)
 
-    def poll(self) -> None:
-        self.late_call.tick()
+    def _poll(self) -> None:
+        self._late_call.tick()
         if self._is_stopped:
-            raise _StoppedError
+            raise CancelledError
 
     def _await(self) -> None:
         with self._turn:  # until the run is listed and shown
-            call = self.late_call
+            call = self._late_call
         try:
-            call.move_to(self._start(self))
-        except _StoppedError:
+            request = replace(self._request, view=_NoticesOfWait(call), poll=self._poll)
+            plan = self._engine.plan_ranks(request)
+            call.show_notices(*plan.notices)
+            call.move_to(self._engine.start_ranks(self._request, plan, self._folder))
+        except CancelledError:
             call.end_unstarted("")
         except Exception as error:  # in the only thread that can end the call
             call.end_unstarted(str(error) or type(error).__name__)
@@ -211,11 +201,11 @@ class WaitingPool(RankPool):
 class _NoticesOfWait(View):
     """Shows what a run waits for among the notices of the run, which has been opened already."""
 
-    def __init__(self, waiting: WaitingPool) -> None:
-        self._waiting = waiting
+    def __init__(self, call: RankCall) -> None:
+        self._call = call
 
     def waits_for_machines(self, text: str) -> None:
-        self._waiting.late_call.show_wait(text)
+        self._call.show_wait(text)
 
 
 def abandon(links: Iterable[AgentLink]) -> None:
