@@ -34,7 +34,7 @@ import msgspec
 
 # A template says it first, and a machine as it joins: the other side compares it. Raise it with
 # every change of a message: a kernel and the processes that it starts may be of two versions.
-VERSION = 25
+VERSION = 26
 
 
 # What a knob may hold.
@@ -678,24 +678,13 @@ class Devices(Message, frozen=True, kw_only=True):
 # ---- of a channel to another machine (transport/frames.py) ---------------------------------
 
 
-class StreamOpened(Message, frozen=True, kw_only=True):
-    """Announces a stream of bytes to another machine, to which no file descriptor can be sent.
+class Data(Message, frozen=True, kw_only=True):
+    """Bytes to another machine, to which no file descriptor can be sent.
 
-    The stream carries the bytes of a memory segment, whose descriptor a later message would bring
-    on one machine, or the bytes of the growing log file of ``rank``.
-
-    Attributes:
-        size: size of the memory segment in bytes; None for a log file.
+    They are the next bytes of the log of ``rank``, or without a rank those of a memory segment
+    that a message brings; ``last`` marks the end of the file or segment.
     """
 
-    stream: int
-    size: int | None = None
-
-
-class Data(Message, frozen=True, kw_only=True):
-    """The next bytes of a stream to another machine; ``last`` marks the end of the stream."""
-
-    stream: int
     data: bytes
     last: bool = False
 

@@ -106,19 +106,17 @@ class _Frame:
 
 
 @dataclass(kw_only=True)
-class ReceivedStream:
-    """A memory segment or growing file whose bytes another machine sends (``frames.py``).
+class ReceivedLog:
+    """A rank's log whose bytes another machine sends (``frames.py``).
 
     Attributes:
-        fd: descriptor to which its bytes are written; None for a file that cannot be written.
-        size: of a segment, in bytes; None for a file.
+        fd: descriptor of the file to which they are written; None for one that cannot be written.
         start: bytes that the file had before.
         received: number of bytes that came.
         is_whole: whether all bytes have arrived.
     """
 
-    fd: int | None
-    size: int | None
+    fd: int | None = None
     start: int = 0
     received: int = 0
     is_whole: bool = False
@@ -149,7 +147,7 @@ class Channel:
         self._has_lost_fds = False
         self.heard = time.monotonic()
         self.closed = False
-        self.logs: dict[int, ReceivedStream] = {}
+        self.logs: dict[int, ReceivedLog] = {}
 
     def fileno(self) -> int:
         """Return the socket's descriptor; the channel still owns it."""
