@@ -116,8 +116,6 @@ class RankState(wire.Usage):
         best: the best value so far of each metric whose name says whether that is the lowest.
         times: when lines came, as pairs (number of a line, from 0 on; second of the machine's wall
             clock). A pair holds for its line and the following ones, up to the next pair's line.
-        skipped_lines: number of lines that were printed too fast to be sent to the kernel; only
-            the log file has them.
         log_start, log_end: byte offsets in the rank's log file between which the output of this
             call lies; ``log_start`` is None before the first output.
         returned_none: whether the function returned None.
@@ -150,7 +148,6 @@ class RankState(wire.Usage):
     rewound: bool = False
     num_lines: int = 0
     times: tuple[tuple[int, int], ...] = ()
-    skipped_lines: int = 0
     log_start: int | None = None
     log_end: int = 0
     displays: tuple[Display, ...] = ()
@@ -495,7 +492,6 @@ def _(message: wire.Output, state: RunState) -> RunState:
             open_line=tail.is_open,
             rewound=tail.is_rewound,
             num_lines=rank.num_lines + message.skipped + message.text.count("\n"),
-            skipped_lines=rank.skipped_lines + message.skipped,
             # Where a program erases its file of output, its output begins anew.
             log_start=message.start
             if rank.log_start is None
