@@ -178,28 +178,25 @@ class Sweep:
         """
         if timeout is not None:
             as_seconds("timeout", timeout)
-        error: Any = TimeoutError(f"the sweep has not ended within {timeout} s; it goes on")
-        if self._wait_in_cell(timeout):
-            error = self._error
-        if error is not None:
-            error.sweep = self
-            raise error
-        return self
-
-    def _wait_in_cell(self, timeout: float | None) -> bool:
-        """Wait for the end, and let clicks through meanwhile; return whether it has come."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         pump = clicks.ClicksAfterTheCell(None) if self._panel is None else self._panel.clicks
+        error: Any
         try:
             while not self._ended.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
-                    return False
+                    error = TimeoutError(f"the sweep has not ended within {timeout} s; it goes on")
+                    error.sweep = self
+                    raise error
                 pump.pump()
         finally:
             pump.stop_pumping()
         if self._slot.is_placed and not clicks.draws_updates(self._kernel):
             self._slot.place()
-        return True
+        error = self._error
+        if error is not None:
+            error.sweep = self
+            raise error
+        return self
 
     def show(self) -> None:
         """Show the table of trials in the current cell; while they run it is live there."""
@@ -411,8 +408,9 @@ class Sweep:
             sys.stdout.write(f"trial {trial.number} ({named}): {trial.status}{value}{why}\n")
             sys.stdout.flush()
         if has_failed:
-            alike = self._failures.setdefault(trial.kind_of_failure(), [])
-            alike.append(trial.error() or RuntimeError())
+            error, kind = trial.error()
+            alike = self._failures.setdefault(kind, [])
+            alike.append(error)
             if len(alike) >= self._max_failures and self._error is None:
                 self._error = alike[0]
         else:

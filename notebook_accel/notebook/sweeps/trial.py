@@ -140,23 +140,22 @@ class Trial:
         if self.asked is not None and self.newest is not None:
             self.asked.report(self.newest, self.turns)
 
-    def error(self) -> BaseException | None:
-        """Return why the run has failed; None if it has not."""
+    def error(self) -> tuple[BaseException, tuple[Any, ...]]:
+        """Return why the run has failed, and what is equal for failures that are alike.
+
+        That is type and place of an exception, or how the rank died.
+        """
+        error: BaseException = RuntimeError()
         try:
             if self.run.state.failure is not None:
                 raise_error(self.run)
-        except BaseException as error:  # to be raised by whoever waits for the sweep
-            return error
-        return None
-
-    def kind_of_failure(self) -> tuple[Any, ...]:
-        """Return what is equal for failures that are alike: type and place, or how it died."""
-        error = self.error()
+        except BaseException as caught:  # to be raised by whoever waits for the sweep
+            error = caught
         if not isinstance(error, WorkerError):
-            return (str(error),)
+            return error, (str(error),)
         places = re.findall(r'File "(.+)", line (\d+)', error.traceback)
         last = error.traceback.strip().rpartition("\n")[2]
-        return (last.partition(":")[0], *places[-1:], error.exitcode, error.signal)
+        return error, (last.partition(":")[0], *places[-1:], error.exitcode, error.signal)
 
     def last_line_of_error(self) -> str:
         """Return what the failure was, for the table; "" if there is none."""
