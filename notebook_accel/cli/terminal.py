@@ -78,8 +78,14 @@ class RankOutput:
             label = _LABELLED.match(text)
             if label is None:  # of the launcher itself
                 self._stream.write(text)
+                return len(text)
+            rank = int(label[1])
+            whole = self._open.pop(rank, "") + text[label.end() :]
+            if whole.endswith("\n"):
+                self._print(rank, whole[:-1])
             else:
-                self._take(int(label[1]), text[label.end() :])
+                self._open[rank] = whole
+                self._show_bar(rank, whole)
         return len(text)
 
     def close_lines(self) -> None:
@@ -89,14 +95,6 @@ class RankOutput:
                 if text:
                     self._print(rank, text)
             self._open.clear()
-
-    def _take(self, rank: int, text: str) -> None:
-        whole = self._open.pop(rank, "") + text
-        if whole.endswith("\n"):
-            self._print(rank, whole[:-1])
-        else:
-            self._open[rank] = whole
-            self._show_bar(rank, whole)
 
     def _show_bar(self, rank: int, text: str) -> re.Match[str] | None:
         """Return where the bar stands in the line that it begins; None for no bar."""

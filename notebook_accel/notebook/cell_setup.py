@@ -232,12 +232,11 @@ def _found(
 EVERYWHERE: dict[str, tuple[str, CellSource]] = {}
 
 
-def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) -> None:
+def run_everywhere(shell: Any, line: str, cell: str, label: str) -> None:
     """Run a cell here and at the start of all ranks; run again, it replaces its earlier text."""
     text = f"%%everywhere {line}\n{cell}"
     source = CellSource(shell.compile.cache(text), label, text)
-    untyped: Any = shell
-    code = "\n" + untyped.transform_cell(cell)
+    code = "\n" + shell.transform_cell(cell)
     statements = ast.parse(code, source.filename).body
     # An expression at the end shows its value, as in any cell.
     shown: list[ast.stmt] = [node for node in statements[-1:] if isinstance(node, ast.Expr)]

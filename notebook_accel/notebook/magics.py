@@ -197,8 +197,13 @@ class AccelerateMagics(Magics):
         if options.help:
             print(self.accelerate.__doc__)  # noqa: T201
             return None
-        if options.fresh:
-            _check_fresh(options)
+        only_lasting = ("ranks", "bg", "pull", "each_rank", "push", "no_push")
+        others = [f"--{name.replace('_', '-')}" for name in only_lasting if getattr(options, name)]
+        if options.fresh and others:
+            raise UsageError(
+                f"--fresh and {', '.join(others)}: new ranks run the whole cell with the names "
+                "that it uses, and end with it; leave one of them out"
+            )
         shell = self.shell
         # IPython 9 counts a cell before it runs it, older ones after.
         number = len(shell.user_ns["In"]) - 1
@@ -337,7 +342,7 @@ class AccelerateMagics(Magics):
         none = "there is no session; the first %%accelerate cell starts one"
         print(none if running is None else running.describe())  # noqa: T201
         if held is not None:
-            print(f"the ranks of {held.name}, which failed, wait for %accelerate debug")  # noqa: T201
+            print(f"the ranks of {held[1].name}, which failed, wait for %accelerate debug")  # noqa: T201
         if line := imports_line():
             print(f"libraries: {line}")  # noqa: T201
 
@@ -363,9 +368,10 @@ class AccelerateMagics(Magics):
         held, rank = tracebacks.held_launch(), _parse_rank(arguments)
         if held is None:
             running = self._running()
-            tracebacks.debug(running.ask_debuggers, rank, lambda: running.rank_at_fault)
+            tracebacks.debug(running.ask_debuggers, rank, lambda: running.failure)
         else:
-            tracebacks.debug(held.session.ask, rank, lambda: held.rank_at_fault)
+            ranks, run = held
+            tracebacks.debug(ranks.ask, rank, lambda: run.state.failure)
             tracebacks.end_held_launch()
             print("the ranks of the launch have ended")  # noqa: T201
 
@@ -389,17 +395,6 @@ class AccelerateMagics(Magics):
 
 def _given(options: Any) -> dict[str, Any]:
     return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
-
-
-def _check_fresh(options: Any) -> None:
-    """Raise UsageError if ``--fresh`` is given with an option that only a lasting session takes."""
-    names = ("ranks", "bg", "pull", "each_rank", "push", "no_push")
-    others = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    if others:
-        raise UsageError(
-            f"--fresh and {', '.join(others)}: new ranks run the whole cell with the names that "
-            "it uses, and end with it; leave one of them out"
-        )
 
 
 def _check_syntax(shell: Any, text: str, filename: str) -> None:

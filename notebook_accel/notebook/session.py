@@ -107,10 +107,6 @@ class NotebookSession:
         return self.session.world_size
 
     @property
-    def rank_at_fault(self) -> int | None:
-        return None if self.failure is None else self.failure.rank
-
-    @property
     def is_usable(self) -> bool:
         return self.session.status in ("starting", "ready", "busy")
 
@@ -169,7 +165,7 @@ class NotebookSession:
             )
         except WorkerError as error:
             if isinstance(error.__cause__, BreakpointError) and can_answer(find_kernel()):
-                debug(self.ask_debuggers, error.rank, lambda: self.rank_at_fault)
+                debug(self.ask_debuggers, error.rank, lambda: self.failure)
             raise
         conclude = partial(self._conclude, run, request, number, found.certain)
         if in_background:
@@ -392,7 +388,7 @@ class NotebookSession:
         lost = (name for name in sorted(self.names) if not self._owners.is_ours(name))
         names = ", ".join(f"`{name}`" for name in lost if name not in used_names.PROVIDED)
         return (
-            f"new ranks: the device of rank {self.rank_at_fault} failed for good, and what the "
+            f"new ranks: the device of rank {self.failure.rank} failed for good, and what the "
             f"session had is gone: {names or 'no names'}"
         )
 
@@ -507,8 +503,7 @@ class NotebookSession:
 
     def ask_debuggers(self, request: worker.DebugCall) -> list[worker.DebugAnswer | None]:
         self._await_turn()
-        answers: list[worker.DebugAnswer | None] = self._ask(request)
-        return answers
+        return self._ask(request)
 
     def end(self) -> None:
         """A call in the background has ``config.grace`` seconds to end by itself."""

@@ -21,7 +21,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -32,6 +32,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel.errors import NotebookAccelError, WorkerError
 from notebook_accel.launch import run_list
+from notebook_accel.launch.control.run_state import Failure
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.payload.cells import CellSource
@@ -133,20 +134,11 @@ _HINT = (
 
 HINT_TO_DEBUG = "To look into its frames: launch with debug=True, then `%accelerate debug`"
 
-_held: HeldLaunch | None = None
+_held: tuple[Session, Run] | None = None
 
 
-@dataclass(frozen=True)
-class HeldLaunch:
-    """The ranks of a failed launch, kept for ``%accelerate debug``; no rank may be at fault."""
-
-    session: Session
-    name: str
-    rank_at_fault: int | None
-
-
-def held_launch() -> HeldLaunch | None:
-    """Return the launch whose ranks wait for a debugger; None where there is none."""
+def held_launch() -> tuple[Session, Run] | None:
+    """Return the ranks that wait for a debugger, and the launch that failed; None for none."""
     return _held
 
 
@@ -155,7 +147,7 @@ def end_held_launch() -> bool:
     global _held
     held, _held = _held, None
     if held is not None:
-        held.session.close()
+        held[0].close()
     return held is not None
 
 
@@ -191,21 +183,21 @@ def _hold_or_end(session: Session) -> bool:
         session.close()
         return False
     end_held_launch()
-    _held = HeldLaunch(session, run.name, failure.rank)
+    _held = session, run
     return True
 
 
 def debug(
     ask: Callable[[DebugCall], list[DebugAnswer | None]],
     rank: int | None,
-    at_fault: Callable[[], int | None],
+    failure: Callable[[], Failure | None],
 ) -> None:
     """Read pdb commands from the user and run them in a rank that has an error, until they quit.
 
     Args:
         ask: returns an answer a rank; None from one without an error, and from those not asked.
         rank: None is the rank at fault, or else the first one with an error.
-        at_fault: asked after the first answers: the rank that failed first; None if none is known.
+        failure: asked after the first answers: the one that was first; None if none is known.
 
     Raises:
         NotebookAccelError: no such rank has an error, or nobody can answer ``input()`` here.
@@ -218,8 +210,8 @@ def debug(
             "until the next one runs"
         )
     if rank is None:
-        first = at_fault()
-        rank = failed[0] if first is None or first not in failed else first
+        first = failure()
+        rank = failed[0] if first is None or first.rank not in failed else first.rank
     if rank not in failed:
         verb = "has" if len(failed) == 1 else "have"
         raise NotebookAccelError(

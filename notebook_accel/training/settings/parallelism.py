@@ -94,8 +94,16 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
                 "a pipeline does not compose with divided sequences; use dp_shard_size, "
                 "dp_replicate_size or tp_size for the other ranks"
             )
-        if self.pp_enabled and self.num_microbatches is not None:
-            self._check_microbatches(self.num_microbatches)
+        size, number, expected = self.sizes["pp"], self.num_microbatches, ""
+        if self.pp_schedule == "1F1B" and number is not None and number < size:
+            expected = f"{size} or more"
+        elif self.pp_schedule == "Interleaved1F1B" and number is not None and number % size:
+            expected = f"a multiple of {size}"
+        if expected:
+            raise ConfigError(
+                f"ParallelismConfig(pp_size={size}, pp_schedule={self.pp_schedule!r}, "
+                f"num_microbatches={number}): this schedule expects {expected}"
+            )
 
     def _check_backends(self) -> None:
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
@@ -120,19 +128,6 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
                 f"ParallelismConfig(cp_handler=) is a {type(self.cp_handler).__name__}: expected "
                 "a TorchContextParallelConfig"
             )
-
-    def _check_microbatches(self, number: int) -> None:
-        size = self.sizes["pp"]
-        if self.pp_schedule == "1F1B" and number < size:
-            expected = f"{size} or more"
-        elif self.pp_schedule == "Interleaved1F1B" and number % size:
-            expected = f"a multiple of {size}"
-        else:
-            return
-        raise ConfigError(
-            f"ParallelismConfig(pp_size={size}, pp_schedule={self.pp_schedule!r}, "
-            f"num_microbatches={number}): this schedule expects {expected}"
-        )
 
     def check_ranks(
         self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
