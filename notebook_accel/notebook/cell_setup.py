@@ -124,32 +124,27 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
 def _place(
     found: _Found, namespace: dict[str, Any], own: dict[str, types.ModuleType]
 ) -> tuple[str, Path, Any] | None:
-    """Return the module that a statement changed, the path below it and the value there, if any."""
-    root = _root(namespace.get(found.root), own)
-    if root is None:
+    """Return the module that a statement changed, the path below it and the value there.
+
+    None for what the cells define, and for what is not there any more.
+    """
+    root = namespace.get(found.root)
+    name = below = ""
+    if isinstance(root, types.ModuleType):
+        name = root.__name__
+    elif isinstance(root, _NAMED):
+        name, below = root.__module__ or "", root.__qualname__
+    elif isinstance(root, _DATA) or type(root).__module__ in own:
+        # `from config import cfg`: the module has the same object.
+        held = ((n, key) for n, m in own.items() for key, one in vars(m).items() if one is root)
+        name, below = next(held, ("", ""))
+    if name == "__main__" or name not in sys.modules:
         return None
-    name, path = root[0], (*root[1], *found.path)
+    path = (*(below.split(".") if below else ()), *found.path)
     try:
         return name, path, setup.value_at(sys.modules[name], path)
     except (AttributeError, LookupError, TypeError):
         return None
-
-
-def _root(value: Any, own: dict[str, types.ModuleType]) -> tuple[str, Path] | None:
-    """Return the module and the path from it; None for anything else, and what the cells define."""
-    if isinstance(value, types.ModuleType):
-        name, path = value.__name__, ""
-    elif isinstance(value, _NAMED):
-        name, path = value.__module__ or "", value.__qualname__
-    elif isinstance(value, _DATA) or type(value).__module__ in own:
-        # `from config import cfg`: the module has the same object.
-        held = ((n, key) for n, m in own.items() for key, one in vars(m).items() if one is value)
-        name, path = next(held, ("", ""))
-    else:
-        return None
-    if name == "__main__" or name not in sys.modules:
-        return None
-    return name, tuple(path.split(".")) if path else ()
 
 
 def _arguments(node: ast.Call, namespace: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from notebook_accel.config.checks import parse_flag
+from notebook_accel.config.checks import parse_flag, shown
 from notebook_accel.config.plugins import FsdpOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
@@ -159,23 +159,18 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
     def _resolve_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap
 
+        policy = self.auto_wrap_policy
         # Torch's own functions lack what the fields below say, such as the classes.
-        if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
-            self.auto_wrap_policy = "transformer_based_wrap"
-        if self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
-            self.auto_wrap_policy = "size_based_wrap"
-        if isinstance(self.auto_wrap_policy, str):
-            self.auto_wrap_policy = self.auto_wrap_policy.lower()
-            if self.auto_wrap_policy not in _WRAPS:
-                raise ConfigError(
-                    f"auto_wrap_policy={self.auto_wrap_policy!r}: expected one of {_WRAPS}, or a "
-                    "function"
-                )
-        elif not callable(self.auto_wrap_policy):
+        if policy is wrap.transformer_auto_wrap_policy:
+            policy = "transformer_based_wrap"
+        if policy is wrap.size_based_auto_wrap_policy:
+            policy = "size_based_wrap"
+        self.auto_wrap_policy = policy.lower() if isinstance(policy, str) else policy
+        if not callable(policy) and self.auto_wrap_policy not in _WRAPS:
             raise ConfigError(
-                f"auto_wrap_policy is a {type(self.auto_wrap_policy).__name__}: expected one of "
-                f"{_WRAPS}, or a function (module, recurse, nonwrapped_numel) -> bool, such as "
-                "torch's ModuleWrapPolicy({Block})"
+                f"auto_wrap_policy={shown(policy)}: expected one of {_WRAPS}, or a function "
+                "(module, recurse, nonwrapped_numel) -> bool, such as torch's "
+                "ModuleWrapPolicy({Block})"
             )
         names = self.transformer_cls_names_to_wrap
         if isinstance(names, str):
