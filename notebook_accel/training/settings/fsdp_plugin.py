@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from notebook_accel.config.checks import parse_flag, shown
+from notebook_accel.config.checks import parse_flag
 from notebook_accel.config.plugins import FsdpOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
@@ -167,10 +167,11 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
             policy = "size_based_wrap"
         self.auto_wrap_policy = policy.lower() if isinstance(policy, str) else policy
         if not callable(policy) and self.auto_wrap_policy not in _WRAPS:
+            is_text = isinstance(policy, str)
+            given = f"={policy!r}" if is_text else f" is a {type(policy).__name__}"
             raise ConfigError(
-                f"auto_wrap_policy={shown(policy)}: expected one of {_WRAPS}, or a function "
-                "(module, recurse, nonwrapped_numel) -> bool, such as torch's "
-                "ModuleWrapPolicy({Block})"
+                f"auto_wrap_policy{given}: expected one of {_WRAPS}, or a function (module, "
+                "recurse, nonwrapped_numel) -> bool, such as torch's ModuleWrapPolicy({Block})"
             )
         names = self.transformer_cls_names_to_wrap
         if isinstance(names, str):
