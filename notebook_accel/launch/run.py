@@ -36,7 +36,7 @@ from notebook_accel.launch.control.curves import number_steps, plot_together
 from notebook_accel.launch.control.results import Results, StoredResults
 from notebook_accel.launch.control.run_state import RESCUED, Failure, Progress, RunState
 from notebook_accel.launch.scripts import script_of
-from notebook_accel.rank.knobs import checked
+from notebook_accel.rank.knobs import checked, plain
 
 if TYPE_CHECKING:
     from notebook_accel.launch.launch_request import LaunchRequest
@@ -412,7 +412,7 @@ class Run:
                 f"set({', '.join(f'{name}={values[name]!r}' for name in unknown)}): the function "
                 f"has made no such knob; it has {has}. Make it by accelerator.knob(name, default)"
             )
-        values = {k: checked(made[k], v) if k in made else v for k, v in values.items()}
+        values = {k: checked(made[k], v) if k in made else plain(k, v) for k, v in values.items()}
         asked = self._call.act(wire.Action(kind="set", values=values))
         if unknown and made and not asked.done():
             warnings.warn(

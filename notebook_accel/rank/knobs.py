@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from notebook_accel import wire
@@ -65,6 +66,7 @@ def make_knob(
     """Return the knob of this name; ``Accelerator.knob`` says more."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"knob({name!r}): its name is a text, such as 'lr'")
+    default = plain(name, default)
     _check(name, default, limits["low"], limits["high"], log=limits["log"])
     made = wire.KnobMade(name=name, value=default, **limits)
     checked(made, default)
@@ -89,11 +91,6 @@ def make_knob(
 
 
 def _check(name: str, default: object, low: float | None, high: float | None, *, log: bool) -> None:
-    if type(default) not in (bool, int, float, str):
-        raise ConfigError(
-            f"knob({name!r}, {default!r}): a knob is a number, a text, True or False; for anything "
-            "else take a number or text that stands for it"
-        )
     if (log and (low is None or low <= 0)) or (low is not None and high is not None and low > high):
         raise ConfigError(
             f"knob({name!r}): low={low!r}, high={high!r}, log={log!r}: low is at most high, and "
@@ -108,6 +105,19 @@ def _check(name: str, default: object, low: float | None, high: float | None, *,
 
 
 _KINDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}
+
+
+def plain(name: str, value: object) -> wire.KnobValue:
+    """Return a value of a knob; a number of NumPy's or torch's becomes one of Python's."""
+    made: Any = value
+    with suppress(TypeError, ValueError, RuntimeError):  # it has several
+        made = made.item() if hasattr(made, "item") else made
+    if type(made) not in _KINDS:
+        raise ConfigError(
+            f"knob {name!r}: {value!r} was given, and a knob is a number, a text, True or False; "
+            "for anything else take a number or text that stands for it"
+        )
+    return made  # type: ignore[no-any-return]
 
 
 def checked(knob: wire.KnobMade, value: object) -> wire.KnobValue:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -200,7 +201,9 @@ def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path: Path) -> N
     run = start(waits, tmp_path / "go")
     trains(run)
     with pytest.warns(UserWarning, match=r"no knob lr yet \(it has width\)"):
-        run.set(lr=5)
+        run.set(lr=np.int64(5))
+    with pytest.raises(ConfigError, match=r"\[1\] was given, and a knob is a number"):
+        run.set(rate=[1])
     with pytest.raises(ConfigError, match=r"whole number is expected, as 3 is: 3\.0 takes any"):
         run.set(width=0.5)
     run.set(width=4)  # once the ranks have this, they have the other one
