@@ -404,13 +404,19 @@ def broadcast_object_list(
     return object_list
 
 
-def scatter_objects(objects: Sequence[Any] | None) -> Any:
-    """Send each rank one of rank 0's picklable objects (None on others); all ranks call it."""
+def scatter(buffers: Sequence[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
+    """Send each rank one of rank 0's byte buffers (None on others); all ranks call it."""
     if not has_process_group():
-        return exchange().gather_object(objects)[0][this_rank()]
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, None if objects is None else [*objects], src=0)
-    return received[0]
+        rows = torch.zeros((num_ranks(), num_bytes), dtype=torch.uint8, device="cpu")
+        if buffers is not None:
+            rows = torch.stack([*buffers])
+        exchange().broadcast(rows, 0)
+        return rows[this_rank()]
+    device = transport_device(torch.device("cpu"))
+    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    sent = None if buffers is None else [buffer.to(device) for buffer in buffers]
+    dist.scatter(received, sent, src=0)
+    return received.cpu()
 
 
 def reduce(

@@ -4,8 +4,9 @@ A *round* is the samples on which all ranks work at the same step: one batch per
 ``split_batches`` one batch for all of them. Ranks that hold one model together get the same part of
 it (a *share*) and count as one::
 
-    rank 0   _lead     reads a round -> divides it (_rounds) -> scatters the pickled parts
-    others   _follow   receive their part
+    rank 0   _lead     reads a round -> divides it (_rounds) -> broadcasts the pickled parts
+                                                             -> scatters the memory of their tensors
+    others   _follow   receive both, and have their part in the memory that came
 
 Every rank gets a batch and takes part in the same collectives each round. A pass over the loader
 ends for the other ranks with None in place of a part, or with a text that says why reading failed.
@@ -17,7 +18,7 @@ import io
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.random_numbers import synchronize_rng_state
 from notebook_accel.training.stepping.active_loaders import Position, ShortRound
+
+# A tensor of any type may begin at a multiple of it.
+_ALIGNMENT = 64
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -146,25 +150,39 @@ class DataLoaderDispatcher(PreparedLoader):
             try:
                 divided = next(rounds, None)
                 # Rank 0 has its own part already. Pickled here: what cannot be pickled is told too.
-                parts = {share: divided and divided[share] for share in {*shares[1:]}}
-                pickled = {share: _pickled(part) for share, part in parts.items()}
+                parts = {share: _pickled(divided[share]) for share in {*shares[1:]} if divided}
             except Exception as error:
                 # The others wait for their parts, and without an answer they would wait for ever.
-                told = _pickled(f"{type(error).__name__}: {error}")
-                collectives.scatter_objects([told] * len(shares))
+                told = pickle.dumps(f"{type(error).__name__}: {error}")
+                collectives.broadcast_object_list([told])
                 raise
-            collectives.scatter_objects([b"", *(pickled[share] for share in shares[1:])])
+            lengths = {share: [*map(len, memory)] for share, (_, memory) in parts.items()}
+            ends = (place.stop for each in lengths.values() for place in _places(each))
+            num_bytes = max(ends, default=0)
+            pickled = {share: (part, lengths[share]) for share, (part, _) in parts.items()}
+            told = pickle.dumps((pickled, num_bytes) if divided else None)
+            collectives.broadcast_object_list([told])
             if divided is None:
                 return
+            if num_bytes:
+                # A scatter needs one length on all ranks.
+                rows = {share: torch.empty(num_bytes, dtype=torch.uint8) for share in {*shares}}
+                for share, (_, memory) in parts.items():
+                    for place, each in zip(_places(lengths[share]), memory, strict=True):
+                        rows[share].numpy()[place] = each
+                collectives.scatter([rows[share] for share in shares], num_bytes)
             yield divided[0]
 
     def _follow(self) -> Iterator[RoundBatch]:
         # Pickled by rank 0, a member of the same group: what it sends is trusted as much as that
         # rank's code is.
-        while (part := pickle.loads(collectives.scatter_objects(None))) is not None:
-            if isinstance(part, str):
-                raise RuntimeError(f"rank 0 could not read the next batch: {part}")
-            yield part
+        while (told := pickle.loads(collectives.broadcast_object_list([None])[0])) is not None:
+            if isinstance(told, str):
+                raise RuntimeError(f"rank 0 could not read the next batch: {told}")
+            pickled, num_bytes = told
+            part, lengths = pickled[self._options.data_group.index]
+            row = collectives.scatter(None, num_bytes).numpy() if num_bytes else np.empty(0)
+            yield pickle.loads(part, buffers=[row[place] for place in _places(lengths)])
 
     def _rounds(self, read: Iterator[Any], has_first: bool) -> Iterator[list[RoundBatch]]:
         """Yield the rounds of a pass on rank 0, each as a list with one batch for every share.
@@ -274,10 +292,19 @@ def _tensor_of(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def _pickled(sent: object) -> bytes:
-    file = io.BytesIO()
-    _PartPickler(file, protocol=5).dump(sent)
-    return file.getvalue()
+def _pickled(part: RoundBatch) -> tuple[bytes, list[memoryview]]:
+    """Return the pickled part, and apart from it the memory of its tensors and arrays."""
+    file, memory = io.BytesIO(), list[pickle.PickleBuffer]()
+    _PartPickler(file, protocol=5, buffer_callback=memory.append).dump(part)
+    return file.getvalue(), [each.raw() for each in memory]
+
+
+def _places(lengths: Iterable[int]) -> Iterator[slice]:
+    """Yield where each memory of so many bytes lies in a row; any type may begin there."""
+    start = 0
+    for length in lengths:
+        yield slice(start, start + length)
+        start += length + -length % _ALIGNMENT
 
 
 def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
