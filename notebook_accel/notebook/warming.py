@@ -7,9 +7,9 @@ on it imports the libraries that cells import:
     a cell ends   --new names in sys.modules --> follow
 
 So ranks, which are forked from the template, have what the notebook has, without importing it
-again. Before a cell runs, only the import statements with which it begins are certain: any other
-line may change what an import finds (the environment, ``sys.path``, an installation). The rest of
-what a cell imported, also by what it called, is known at its end.
+again. Statements are taken from a cell's syntax tree up to the first line that may change what an
+import finds (the environment, ``sys.path``, an installation). Whatever follows that line, stands
+under ``if`` or ``try``, or is imported by a function that a cell calls, is known at the cell's end.
 
 ipykernel 7.0 to 7.3 may leave requests unread, which makes a kernel dead to its pages for good. Its
 thread for the shell channel reads that socket by a stream of events, but sends replies past the
@@ -79,7 +79,14 @@ def warm_kernel() -> None:
 
 # ---- what cells import --------------------------------------------------------------------
 
-_IMPORTS = (ast.Import, ast.ImportFrom)
+# Names in a statement after which imports may find something else.
+_CHANGES_IMPORTS = {
+    *("environ", "putenv", "unsetenv", "chdir", "path", "meta_path", "path_hooks", "modules"),
+    *("system", "getoutput", "run", "call", "check_call", "check_output", "Popen"),
+    *("run_cell_magic", "import_module", "reload", "load_dotenv", "exec"),
+}
+# Line magics after which they do not.
+_HARMLESS_MAGICS = ("matplotlib", "load_ext", "reload_ext", "autoreload", "config", "precision")
 
 
 @functools.cache
@@ -134,8 +141,8 @@ class _Follower:
 
 
 def imports_at_start(code: str) -> list[ImportItem]:
-    """Return the import statements with which a cell begins."""
-    return [*_imports(takewhile(lambda one: isinstance(one, _IMPORTS), parsed(code).body))]
+    """Return what a cell imports at its top level, as long as nothing before changes imports."""
+    return [*_imports(takewhile(lambda one: not _may_change_imports(one), parsed(code).body))]
 
 
 def _imports(nodes: Iterable[ast.AST]) -> Iterator[ImportItem]:
@@ -153,3 +160,15 @@ def _roots(code: str) -> Iterator[str]:
         yield from (item.root for item in _imports([node]))
         if isinstance(node, ast.Constant) and "import " in str(node.value):
             yield from _roots(str(node.value))
+
+
+def _may_change_imports(statement: ast.AST) -> bool:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return False
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "run_line_magic":
+            if not node.args or getattr(node.args[0], "value", "") not in _HARMLESS_MAGICS:
+                return True
+        elif getattr(node, "attr", getattr(node, "id", "")) in _CHANGES_IMPORTS:
+            return True
+    return False
