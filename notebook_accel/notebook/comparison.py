@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.curves import Curve, LiveCurves, chosen, mode_of, to_draw
+from notebook_accel.launch.control.curves import (
+    MAX_POINTS,
+    Curve,
+    LiveCurves,
+    chosen,
+    mode_of,
+    to_draw,
+)
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
@@ -238,8 +245,8 @@ def curves_of(run: Run, *, in_detail: bool = False) -> dict[str, Curve]:
 
 
 @lru_cache(maxsize=_MAX_RUNS)
-def _read_curves(folder: Path, *points: int) -> dict[str, Curve]:
-    curves = LiveCurves(*points)
+def _read_curves(folder: Path, max_points: int = MAX_POINTS) -> dict[str, Curve]:
+    curves = LiveCurves(max_points, max_curves=math.inf)
     with suppress(OSError):  # of many runs all others are shown
         for row in MetricReader(folder).sample():
             curves.add(row["rank"], row["step"], {row["name"]: row["value"]})

@@ -306,6 +306,8 @@ class CloneForm:
     ) -> None:
         self._widgets, self._find, self._say = widgets, find, say
         self._opened: Cloneable | None = None
+        # What a clone is being made of, unless the form was opened or closed since.
+        self._starting: Cloneable | None = None
         self._fields: list[tuple[KnobMade, Any]] = []
         box = ipywidgets.Checkbox
         self._warm = widgets.field(box, "warm", _WARM, indent=False, classes="na-warm")
@@ -314,7 +316,8 @@ class CloneForm:
         self.button = widgets.button("Clone", _TOOLTIP, self._on_open)
 
     def close(self) -> None:
-        self._opened, self.box.children = None, ()
+        self._opened = self._starting = None
+        self.box.children = ()
 
     def _on_open(self) -> None:
         found = None if self._opened else self._find()
@@ -338,11 +341,13 @@ class CloneForm:
 
     def _on_start(self) -> None:
         opened, shown = self._opened, (self._fields, self.box.children)
+        if opened is None:
+            return
         # At the first click: the second one of a double click may come when the clone has begun.
         self.close()
-        if opened is not None:
-            # In a thread: a warm one begins once the run has come to a step.
-            start_thread(partial(self._clone, opened, *shown), name="notebook-accel-clone")
+        self._starting = opened
+        # In a thread: a warm one begins once the run has come to a step.
+        start_thread(partial(self._clone, opened, *shown), name="notebook-accel-clone")
 
     def _clone(
         self, opened: Cloneable, fields: list[tuple[KnobMade, Any]], rows: Sequence[Any]
@@ -362,7 +367,7 @@ class CloneForm:
             )
         except Exception as error:  # nobody else would be told
             said = f"Clone: {error}"
-            if self._opened is None:  # with what was chosen
+            if self._starting is opened:  # with what was chosen
                 self._opened, self._fields, self.box.children = opened, fields, rows
         self._say(said)
 

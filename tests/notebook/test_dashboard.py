@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from notebook_accel import wire
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.notebook import display_slot, live_panel, views
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
+from notebook_accel.notebook.controls import Cloneable, CloneForm
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.views import Dashboard
 from notebook_accel.notebook.widgets import PanelWidgets
@@ -385,4 +387,34 @@ def test_what_a_page_chooses_at_the_news_of_more_options_stays_chosen() -> None:
     widgets.offer(choice, ["first", "second", "third"])
     assert choice.value == "third"
     choice.comm = None
+    widgets.close()
+
+
+def test_a_clone_form_opens_again_only_where_nothing_else_was_done_with_it() -> None:
+    goes_on, widgets = threading.Semaphore(0), PanelWidgets()
+    said: list[str] = []
+
+    def clone(*_: Any, **__: Any) -> str:
+        goes_on.acquire()
+        raise ValueError("no step came")
+
+    def train(lr: float) -> None: ...
+
+    run: Any = SimpleNamespace(state=running(2))
+    form = CloneForm(widgets, lambda: Cloneable(run, partial(train, 0.1), clone), said.append)
+    refused = lambda: said[-1:] == ["Clone: no step came"]  # noqa: E731
+    for others, is_open in (((), True), ((form.close,), False), ((form.button.click,) * 2, False)):
+        form.close()
+        form.button.click()
+        field(form.box, "lr").value = 0.2
+        start = field(form.box, "Start")
+        start.click()
+        start.click()  # the second one of a double click
+        for act in others:
+            act()
+        goes_on.release()
+        eventually(refused, within=10, what="the panel says why")
+        assert bool(form.box.children) == is_open
+        said.clear()
+        assert not is_open or field(form.box, "lr").value == 0.2
     widgets.close()

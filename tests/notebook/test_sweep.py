@@ -131,6 +131,7 @@ def test_bad_input_starts_nothing() -> None:
         ("no trial", {"lr": []}, {}),
         ("is no list", {"lr": 0.1}, {}),
         ("expected a dictionary of lists", 3, {}),
+        ("space: 1 is no name", [{"lr": 1, 1: 2}], {}),
         ("takes no argument 'lrr'; did you mean lr", {"lrr": [1]}, {}),
         ("unexpected keyword argument 'b'", [{"lr": 1}, {"lr": 2, "b": 1}], {}),
         ("both in space and in kwargs", {"lr": [1]}, {"kwargs": {"lr": 1}}),

@@ -154,20 +154,20 @@ class LiveCurves:
     The running call (:class:`RankCall`) adds values in one thread while charts read in another.
     """
 
-    def __init__(self, max_points: int = MAX_POINTS) -> None:
+    def __init__(self, max_points: int = MAX_POINTS, max_curves: float = _MAX_CURVES) -> None:
         self.version = 0
-        self._max_points = max_points
+        self._max_points, self._max_curves = max_points, max_curves
         self._curves: dict[str, tuple[int, Curve]] = {}
 
     def add(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
         """Add the values of one ``accelerator.log`` call of a rank.
 
-        A run keeps at most 2,000 curves; values of further metrics are dropped.
+        Values of more metrics than ``max_curves`` are dropped: a run that goes on keeps 2,000.
         """
         self.version += 1
         for name, value in values.items():
             lowest, curve = self._curves.get(name, (math.inf, None))
-            if curve is None and len(self._curves) >= _MAX_CURVES:
+            if curve is None and len(self._curves) >= self._max_curves:
                 continue
             if curve is None or rank < lowest:
                 lowest, curve = rank, Curve(self._max_points)

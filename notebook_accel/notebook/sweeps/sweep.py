@@ -604,6 +604,11 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
     arguments = Arguments(asked, folder)
 
     for sample in arguments.samples:
+        for name in sample:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"space: {shown(name)} is no name of an argument: expected a text"
+                )
         if twice := [name for name in sample if name in kwargs]:
             raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
         check_call(function, args, {**kwargs, **sample})

@@ -81,3 +81,13 @@ def test_runs_are_drawn_together_by_their_names() -> None:
     for wrong, session in (("", False), (7, False), ("a", True)):
         with pytest.raises(ConfigError, match="name="):
             notebook_launcher(train, (1.0,), name=wrong, session=session)  # type: ignore[arg-type]
+
+
+def test_runs_are_sorted_by_any_of_thousands_of_metrics() -> None:
+    from notebook_accel import Accelerator, notebook_launcher, runs
+
+    def train() -> None:
+        Accelerator().log({f"m{number}": number for number in range(2_001)})
+
+    run = notebook_launcher(train, num_processes=1, view="none")
+    assert runs(sort="m2000")[0] is run
