@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, notebook_launcher
+from notebook_accel import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    notebook_launcher,
+)
 from tests.training.inductor import train_blocks
 from tests.training.meshes import FLOAT_ERROR
 from tests.training.test_matrix import STRATEGIES, check, precisions_of, train
@@ -48,6 +53,9 @@ def _read_by_default_on_the_gpu(kind: str, save_dir: str) -> tuple[list[float], 
 
     torch.set_default_device(kind)
     accelerator = Accelerator()
+    # Of several ranks, rank 0 reads for all.
+    config = DataLoaderConfiguration(dispatch_batches=accelerator.num_processes > 1)
+    accelerator.dataloader_config = config
     data = torch.utils.data.TensorDataset(torch.arange(6.0, device="cpu"))
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
     loader, _ = accelerator.prepare(loader, torch.nn.Linear(2, 2))
@@ -57,11 +65,19 @@ def _read_by_default_on_the_gpu(kind: str, save_dir: str) -> tuple[list[float], 
     return sorted(torch.cat(batches).tolist()), str(batches[0].device)
 
 
-def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path: Path, kind: str) -> None:
-    (result,) = notebook_launcher(
-        _read_by_default_on_the_gpu, (kind, str(tmp_path / "s")), num_processes=1, view="none"
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(
+    tmp_path: Path, kind: str, ranks: int
+) -> None:
+    import torch
+
+    if torch.accelerator.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    run = notebook_launcher(
+        _read_by_default_on_the_gpu, (kind, str(tmp_path / "s")), num_processes=ranks, view="none"
     )
-    assert result == ([0, 1, 2, 3, 4, 5], f"{kind}:0")
+    assert sorted(sample for samples, _ in run for sample in samples) == [0, 1, 2, 3, 4, 5]
+    assert [device for _, device in run] == [f"{kind}:{rank}" for rank in range(ranks)]
 
 
 def _resume_fused(folder: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
             if num_bytes:
                 # A scatter needs one length on all ranks.
-                rows = {share: torch.empty(num_bytes, dtype=torch.uint8) for share in {*shares}}
+                empty = partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu")
+                rows = {share: empty() for share in {*shares}}
                 for share, (_, memory) in parts.items():
                     for place, each in zip(_places(lengths[share]), memory, strict=True):
                         rows[share].numpy()[place] = each
@@ -282,7 +284,9 @@ class _PartPickler(pickle.Pickler):
     """Pickles tensors as their bytes: torch pickles slower, and a view with all of its memory."""
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.layout != torch.strided or value.is_quantized:
             return NotImplemented
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return _tensor_of, (collectives.as_bytes(plain).numpy(), value.dtype, value.shape)

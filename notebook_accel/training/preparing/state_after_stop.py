@@ -29,7 +29,6 @@ from notebook_accel.training.collectives.nested import honor_type, recursively_a
 from notebook_accel.training.files import numbered, save_weights
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.state_files import write_state
-from notebook_accel.training.models import retie_parameters, tied_names
 
 # In the random states of a run that was interrupted elsewhere than at a common point of all ranks:
 # within which step, if some weights may have made it.
@@ -317,6 +316,13 @@ def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:
     Raises:
         Exception: names or shapes of the weights do not match, or user code in the model raised.
     """
-    ties = tied_names(meta_copy)
-    meta_copy.load_state_dict(weights, assign=True)
-    retie_parameters(meta_copy, ties)
+    # Not by ``assign=True``: a user's ``load_state_dict`` may not know it, and a module that copies
+    # its weights by itself would copy them into nothing.
+    made: dict[int, Parameter] = {}
+    for name, empty in [*meta_copy.named_parameters(remove_duplicate=False)]:
+        if id(empty) not in made:
+            made[id(empty)] = Parameter(weights[name], empty.requires_grad)
+        owner, _, last = name.rpartition(".")
+        setattr(meta_copy.get_submodule(owner), last, made[id(empty)])
+    # Buffers, and what modules keep beside their tensors; a weight is copied onto itself.
+    meta_copy.load_state_dict(weights)
