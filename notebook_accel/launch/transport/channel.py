@@ -181,7 +181,7 @@ class Channel:
         """
         # First: what cannot be encoded leaves no descriptor open.
         data = self._encode(message)
-        self._post(data, tuple(map(os.dup, fds)))
+        self._post(message, data, tuple(map(os.dup, fds)))
 
     def hand_over(self, message: wire.Message, fds: Sequence[int]) -> None:
         """Queue a message like :meth:`post`, but own ``fds`` instead of duplicating them.
@@ -197,10 +197,10 @@ class Channel:
             for fd in fds:
                 os.close(fd)
             raise
-        self._post(data, tuple(fds))
+        self._post(message, data, tuple(fds))
 
-    def _post(self, data: bytes, fds: tuple[int, ...]) -> None:
-        """Queue an encoded message with its descriptors, which the channel owns from now on."""
+    def _post(self, message: wire.Message, data: bytes, fds: tuple[int, ...]) -> None:
+        """Queue a message, encoded, with its descriptors, which the channel owns from now on."""
         self._queue(data, len(fds), fds)
 
     def _queue(self, data: bytes, num_fds: int = 0, fds: tuple[int, ...] = ()) -> None:

@@ -10,9 +10,11 @@ machine the segment's bytes go before the message, as frames of their own::
       message, "1 descriptor" ----------------------->   the message, [segment]
 
 So code that uses a channel is the same whether or not the peer is on the same machine. Messages
-come in the order in which they were posted: one behind a large value waits for it. A sender reads
-bytes from a segment only when the socket has room, so that a value of any size needs only a frame
-of memory besides one copy at each end.
+about one rank, and those about none, come in the order in which they were posted. Messages without
+segments pass a large value of another rank, which may take minutes: a stop, say, or the steps of
+ranks that still train. ``Kill`` passes all. A sender reads bytes from a segment only when the
+socket has room, so that a value of any size needs only a frame of memory besides one copy at each
+end.
 
 The log of a rank, a file that grows, is sent in the same way between all other frames
 (:meth:`FramedChannel.follow`): its ``Data`` bear the number of the rank. The receiver opens its own
@@ -32,8 +34,8 @@ from notebook_accel import wire
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, ReceivedLog
 from notebook_accel.system import segment
 
-# Bytes in one frame: so many that headers cost nothing, and so few that a log is not held up by a
-# value (2 ms at 1 Gbit/s).
+# Bytes in one frame: so many that headers cost nothing, and so few that what passes a value is not
+# held up (2 ms at 1 Gbit/s).
 _FRAME_BYTES = 1 << 18
 
 
@@ -63,9 +65,9 @@ class FramedChannel(Channel):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        # Messages behind the socket's queue, each with the number of its segments, and those of
-        # them that are not sent yet.
-        self._line: deque[tuple[bytes, int, deque[_SentFile]]] = deque()
+        # Messages behind the socket's queue, each with its rank, the number of its segments, and
+        # those of them that are not sent yet.
+        self._line: deque[tuple[int | None, bytes, int, deque[_SentFile]]] = deque()
         # By rank, its log.
         self._followed: dict[int, _SentFile] = {}
         # What is received now.
@@ -86,9 +88,13 @@ class FramedChannel(Channel):
 
     # ---- out -------------------------------------------------------------------------------
 
-    def _post(self, data: bytes, fds: tuple[int, ...]) -> None:
+    def _post(self, message: wire.Message, data: bytes, fds: tuple[int, ...]) -> None:
+        is_behind = any(rank == message.rank for rank, *_ in self._line)
+        if not fds and (isinstance(message, wire.Kill) or not is_behind):
+            self._queue(data)
+            return
         segments = deque(_SentFile(fd=fd, size=os.fstat(fd).st_size) for fd in fds)
-        self._line.append((data, len(fds), segments))
+        self._line.append((message.rank, data, len(fds), segments))
 
     def follow(self, rank: int, fd: int) -> None:
         """Send the growing log of a rank: at each :meth:`flush` what is new in it."""
@@ -115,7 +121,7 @@ class FramedChannel(Channel):
             Whether there was any.
         """
         while self._line:
-            data, num_segments, segments = self._line[0]
+            _, data, num_segments, segments = self._line[0]
             if segments:
                 if self._queue_part(segments[0]):
                     segments.popleft()
@@ -189,7 +195,7 @@ class FramedChannel(Channel):
         if self.closed:
             return
         super().close()
-        unsent = [file for _, _, segments in self._line for file in segments]
+        unsent = [file for *_, segments in self._line for file in segments]
         fds = [file.fd for file in (*unsent, *self._followed.values())]
         for fd in (*fds, self._segment, *(log.fd for log in self.logs.values())):
             if fd is not None:

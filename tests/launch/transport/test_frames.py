@@ -94,22 +94,40 @@ def test_both_ways_at_once(pair: tuple[FramedChannel, FramedChannel]) -> None:
 # ---- other messages meanwhile --------------------------------------------------------------
 
 
-def test_messages_come_in_the_order_in_which_they_were_posted(
+def test_a_message_that_is_posted_later_passes_a_large_value_of_another_rank(
     pair: tuple[FramedChannel, FramedChannel],
 ) -> None:
     one, other = pair
     one.post(wire.Notice(rank=0, text="before"))
     post(one, 0, BIG)
     one.flush(block=False)
-    one.post(wire.Kill())
+    one.post(wire.Notice(rank=0, text="after"))
     post(one, 1, BIG[:100_000])
-    one.post(wire.RankEnded(rank=0, exitcode=0))
-    got = pump(one, other, 5)
-    assert [type(message).__name__ for message, _ in got] == [
-        *("Notice", "Returned", "Kill", "Returned", "RankEnded")
+    one.post(wire.RankEnded(rank=2, exitcode=0))
+    one.post(wire.RankEnded(rank=1, exitcode=0))
+    one.post(wire.Kill(rank=0))
+    got = pump(one, other, 7)
+    assert [(message.rank, type(message).__name__) for message, _ in got] == [
+        *((0, "Notice"), (2, "RankEnded"), (0, "Kill")),
+        *((0, "Returned"), (0, "Notice"), (1, "Returned"), (1, "RankEnded")),
     ]
-    assert value(*got[1]) == BIG
-    assert value(*got[3]) == BIG[:100_000]
+    assert value(*got[3]) == BIG
+    assert value(*got[5]) == BIG[:100_000]
+
+
+def test_what_an_agent_is_told_about_a_call_comes_after_the_call(
+    pair: tuple[FramedChannel, FramedChannel],
+) -> None:
+    one, other = pair
+    packet, fds = pack(Packed((memoryview(BIG),)))
+    one.post(wire.BeginCall(call=1, payload=packet, grace=10), fds)
+    for message in (wire.Stop(call=1), wire.Kill(call=1), wire.Shutdown()):
+        one.post(message)
+    got = pump(one, other, 4)
+    names = [type(message).__name__ for message, _ in got]
+    assert names == ["Kill", "BeginCall", "Stop", "Shutdown"]
+    for fd in (*fds, *got[1][1]):
+        os.close(fd)
 
 
 def test_a_message_with_several_segments(pair: tuple[FramedChannel, FramedChannel]) -> None:
