@@ -4,12 +4,12 @@ A *round* is the samples on which all ranks work at the same step: one batch per
 ``split_batches`` one batch for all of them. Ranks that hold one model together get the same part of
 it (a *share*) and count as one::
 
-    rank 0   _lead     reads a round -> divides it (_rounds) -> broadcasts the pickled parts
-                                                             -> scatters the memory of their tensors
+    rank 0   _lead     reads a round -> divides it (_rounds) -> broadcasts the parts' lengths
+                                                             -> scatters them: pickle and tensors
     others   _follow   receive both, and have their part in the memory that came
 
 Every rank gets a batch and takes part in the same collectives each round. A pass over the loader
-ends for the other ranks with None in place of a part, or with a text that says why reading failed.
+ends for the other ranks with None in place of lengths, or with a text that says why reading failed.
 """
 
 from __future__ import annotations
@@ -157,22 +157,19 @@ class DataLoaderDispatcher(PreparedLoader):
                 told = pickle.dumps(f"{type(error).__name__}: {error}")
                 collectives.broadcast_object_list([told])
                 raise
-            lengths = {share: [*map(len, memory)] for share, (_, memory) in parts.items()}
-            ends = (place.stop for each in lengths.values() for place in _places(each))
-            num_bytes = max(ends, default=0)
-            pickled = {share: (part, lengths[share]) for share, (part, _) in parts.items()}
-            told = pickle.dumps((pickled, num_bytes) if divided else None)
-            collectives.broadcast_object_list([told])
             if divided is None:
+                collectives.broadcast_object_list([pickle.dumps(None)])
                 return
-            if num_bytes:
-                # A scatter needs one length on all ranks.
-                empty = partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu")
-                rows = {share: empty() for share in {*shares}}
-                for share, (_, memory) in parts.items():
-                    for place, each in zip(_places(lengths[share]), memory, strict=True):
-                        rows[share].numpy()[place] = each
-                collectives.scatter([rows[share] for share in shares], num_bytes)
+            lengths = {share: [*map(len, part)] for share, part in parts.items()}
+            # A scatter needs one length on all ranks.
+            num_bytes = max(place.stop for each in lengths.values() for place in _places(each))
+            collectives.broadcast_object_list([pickle.dumps((lengths, num_bytes))])
+            empty = partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu")
+            rows = {share: empty() for share in {*shares}}
+            for share, part in parts.items():
+                for place, each in zip(_places(lengths[share]), part, strict=True):
+                    rows[share].numpy()[place] = each
+            collectives.scatter([rows[share] for share in shares], num_bytes)
             yield divided[0]
 
     def _follow(self) -> Iterator[RoundBatch]:
@@ -181,10 +178,12 @@ class DataLoaderDispatcher(PreparedLoader):
         while (told := pickle.loads(collectives.broadcast_object_list([None])[0])) is not None:
             if isinstance(told, str):
                 raise RuntimeError(f"rank 0 could not read the next batch: {told}")
-            pickled, num_bytes = told
-            part, lengths = pickled[self._options.data_group.index]
-            row = collectives.scatter(None, num_bytes).numpy() if num_bytes else np.empty(0)
-            yield pickle.loads(part, buffers=[row[place] for place in _places(lengths)])
+            lengths, num_bytes = told
+            row = collectives.scatter(None, num_bytes).numpy().data
+            part, *memory = [
+                row[place] for place in _places(lengths[self._options.data_group.index])
+            ]
+            yield pickle.loads(part, buffers=memory)
 
     def _rounds(self, read: Iterator[Any], has_first: bool) -> Iterator[list[RoundBatch]]:
         """Yield the rounds of a pass on rank 0, each as a list with one batch for every share.
@@ -296,11 +295,11 @@ def _tensor_of(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def _pickled(part: RoundBatch) -> tuple[bytes, list[memoryview]]:
-    """Return the pickled part, and apart from it the memory of its tensors and arrays."""
+def _pickled(part: RoundBatch) -> list[memoryview]:
+    """Return the pickled part, and after it the memory of its tensors and arrays."""
     file, memory = io.BytesIO(), list[pickle.PickleBuffer]()
     _PartPickler(file, protocol=5, buffer_callback=memory.append).dump(part)
-    return file.getvalue(), [each.raw() for each in memory]
+    return [file.getbuffer(), *(each.raw() for each in memory)]
 
 
 def _places(lengths: Iterable[int]) -> Iterator[slice]:
