@@ -214,6 +214,20 @@ def test_clipping_unscales_once_and_only_the_optimizers_of_these_weights() -> No
     assert not accelerator.optimizer_step_was_skipped
 
 
+def test_values_are_clipped_at_the_end_of_a_window_and_without_the_scale() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    net = nn.Linear(4, 1, bias=False)
+    before = copy.deepcopy(net.weight)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    for _ in range(2):
+        with accelerator.accumulate(net):
+            accelerator.backward(net(torch.ones(1, 4)).sum())
+            accelerator.clip_grad_value_(net.parameters(), 0.75)
+            optimizer.step()
+    # Each batch has a gradient of 0.5.
+    torch.testing.assert_close(before - net.weight, torch.full((1, 4), 0.75))
+
+
 def test_an_optimizer_without_gradients_steps_as_without_scaling() -> None:
     accelerator, net, first, second = two_optimizers(16.0)
     accelerator.backward(net[1](net[0](INPUTS).detach()).sum())
