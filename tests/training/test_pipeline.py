@@ -4,6 +4,7 @@ Tolerances are those of ``meshes``: micro-batches add up the same products in an
 """
 
 import copy
+from collections import OrderedDict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -419,7 +420,7 @@ def refusal(name: str) -> str:
     models: dict[str, Any] = {
         "one layer": nn.Linear(4, 3),
         "too few": nn.Sequential(nn.Linear(4, 3)),
-        "shared": nn.Sequential(shared, nn.ReLU(), shared),
+        "shared": nn.Sequential(OrderedDict(first=shared, middle=nn.ReLU(), last=shared)),
         "activation": nn.Sequential(
             nn.Embedding(WORDS, 4), activation, nn.Linear(4, 2), activation, nn.Linear(2, 2)
         ),
@@ -434,7 +435,7 @@ REFUSED = {
     "one layer": "Linear has no nn.Sequential or nn.ModuleList of 2 or",
     "too few": "Sequential has no nn.Sequential or nn.ModuleList of 2 or",
     "activation": "accepted",
-    "shared": "'0.weight' and '2.weight' are one weight",
+    "shared": "'first.weight' and 'last.weight' are one weight",
 }
 
 

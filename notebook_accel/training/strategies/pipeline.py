@@ -418,7 +418,9 @@ class Pipeline:
         ends = balance([_count_weights(block) for block in parts], num_stages)
         self.ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         outside = weights_outside(model, self.prefix)
-        _refuse_shared_weights(self.prefix, parts, self.ranges, outside)
+        children = container.named_modules(remove_duplicate=False)
+        names = [self.prefix + name for name, _ in children if name and "." not in name]
+        _refuse_shared_weights(names, parts, self.ranges, outside)
         kept = {index for stage in self.own_stages for index in self.ranges[stage]}
         self.blocks = [block for index, block in enumerate(parts) if index in kept]
         for index, block in enumerate(parts):
@@ -774,13 +776,16 @@ def balance(costs: Sequence[int], num_stages: int) -> list[int]:
 
 
 def _refuse_shared_weights(
-    prefix: str, blocks: Sequence[Module], ranges: Sequence[range], outside: Collection[int]
+    names: Sequence[str],
+    blocks: Sequence[Module],
+    ranges: Sequence[range],
+    outside: Collection[int],
 ) -> None:
     """Refuse a model that has one weight in the blocks of two stages."""
     stages = [stage for stage, indices in enumerate(ranges) for _ in indices]
     seen: dict[int, tuple[int, str]] = {}
-    for index, (stage, block) in enumerate(zip(stages, blocks, strict=True)):
-        for inner, weight in block.named_parameters(f"{prefix}{index}"):
+    for stage, name, block in zip(stages, names, blocks, strict=True):
+        for inner, weight in block.named_parameters(name):
             first, other = seen.setdefault(id(weight), (stage, inner))
             if first != stage and id(weight) not in outside:
                 raise ConfigError(
