@@ -189,7 +189,8 @@ def original_of(run: Run) -> tuple[str, Callable[[], dict[str, Curve]]]:
     about, _ = differing([found, run])
     name = one_line(found.name, _MAX_LABEL)
     label = one_line(f"{name} ({about})" if about else name, 2 * _MAX_LABEL)
-    return label, partial(curves_of, found)
+    # Without its results, which may be gigabytes: whoever shows its curves keeps them no longer.
+    return label, partial(curves_of, Run(call_of(found)))
 
 
 def snapshot_of(run: Run, state: RunState, **how: Any) -> dict[str, str]:

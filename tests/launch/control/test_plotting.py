@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 
 from notebook_accel.launch.control.curves import metric_curves, number_steps, plot_together
@@ -91,3 +94,20 @@ def test_runs_are_sorted_by_any_of_thousands_of_metrics() -> None:
 
     run = notebook_launcher(train, num_processes=1, view="none")
     assert runs(sort="m2000")[0] is run
+
+
+def test_the_curves_of_an_original_keep_none_of_its_results() -> None:
+    from notebook_accel import Accelerator, notebook_launcher
+    from notebook_accel.notebook.comparison import original_of
+
+    def train(rate: float) -> None:
+        Accelerator().log({"loss": rate})
+
+    run = notebook_launcher(train, (0.5,), num_processes=1, view="none")
+    clone = run.clone(rate=0.25, block=True)
+    label, read_curves = original_of(clone)
+    handle = weakref.ref(run)
+    del run
+    gc.collect()
+    assert handle() is None
+    assert (label, read_curves()["loss"].last) == ("train (rate=0.5)", 0.5)
