@@ -369,6 +369,8 @@ class CloneForm:
             said = f"Clone: {error}"
             if self._starting is opened:  # with what was chosen
                 self._opened, self._fields, self.box.children = opened, fields, rows
+        if self._starting is opened:  # it has the function's arguments
+            self._starting = None
         self._say(said)
 
 

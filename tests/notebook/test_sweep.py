@@ -123,6 +123,30 @@ def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_wh
         arguments.add(TrialChoice({"lr": 3.0}, {}, "origin", ""))
 
 
+def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place() -> None:
+    optuna = pytest.importorskip("optuna")
+    folder, asked = SweepFolder(), dict.fromkeys(("num_trials", "sampler"))
+    how: dict[str, Any] = {
+        "space": [{"lr": 1.0}, {"lr": 2.0}],
+        "metric": "loss",
+        "mode": "min",
+        **asked,
+    }
+    how["pruner"] = optuna.pruners.NopPruner()
+    arguments, later = Arguments(how, folder), Arguments(how, folder)
+    began = [arguments.ask()[0]]
+    clones = [TrialChoice({"lr": lr}, {}, "origin") for lr in (3.0, 4.0)]
+    assert [arguments.add(clone) for clone in clones] == [1, 2]
+    began += [arguments.ask()[0], arguments.ask()[0]]
+    assert [one.arguments["lr"] for one in began] == [1.0, 3.0, 4.0]
+    arguments.ask()  # the kernel ended before this one began
+    for one in began:
+        later.ask_again(one)
+    later.give_up_others()
+    assert [each.state.name for each in later.study.trials] == ["RUNNING", "FAIL"]
+    assert (later.num_trials, later.ask()[0].arguments) == (4, {"lr": 2.0})
+
+
 def test_bad_input_starts_nothing() -> None:
     before = len(run_list.runs())
     for error, space, asked in [
