@@ -188,6 +188,7 @@ class LivePanel:
         self.box = lasting.box
         self._throughput = Throughput()
         self._stopping_since: float | None = None
+        self._was_stopped_again = False
         self._hang: Hang | None = None
         self._last_hang = ""
         self._kill_asked = -math.inf
@@ -278,21 +279,22 @@ class LivePanel:
             self._titled, self._titled_at = state.status, now
             of_run = self._throughput.of_run(state)
             self._title.value = str(panel.render_title(state, state.now(), of_run))
+        stopping = 0.0 if self._stopping_since is None else now - self._stopping_since
         self._body.value = str(
             panel.render_panel(
                 state,
                 {rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
                 last_hang=self._last_hang,
                 picked=self.log.chosen,
-                stopping=0.0 if self._stopping_since is None else now - self._stopping_since,
+                stopping=stopping,
                 grace=self._run.config.grace,
             )
         )
         self._warnings.value = str(element("div", panel.render_warnings(state), class_="na"))
         self._alert.value = str(panel.render_alert(state))
         if state.status == "stopping":
-            self._stop.description = "Stopping"
-            self._stop.disabled = True
+            self._stop.disabled = self._was_stopped_again or stopping <= panel.STOP_SECONDS
+            self._stop.description = "Stopping" if self._stop.disabled else "Stop"
         self._kill.description = "Sure?" if self._asks_whether_sure(now) else "Kill"
         self._controls.draw(state)
         # Once a hang is over its stacks stay, as what is said of it does.
@@ -332,8 +334,9 @@ class LivePanel:
     # ---- clicks ----------------------------------------------------------------------------
 
     def _on_stop(self) -> None:
-        # A second stop would interrupt the ranks, and many people click twice.
+        # A second stop interrupts the ranks, and many people click twice: it is offered later.
         if not self._stop.disabled:
+            self._was_stopped_again = self._stopping_since is not None
             self._stop.disabled = True
             self._run.stop()
 

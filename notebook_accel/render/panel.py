@@ -22,8 +22,8 @@ from notebook_accel.render.markup import element, join, pick_script, shorten
 
 # Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
 _LABEL_BYTES, _NOTICE_BYTES = 60, 600
-# After so long a line says that ranks are waited for.
-_STOP_SECONDS = 1.5
+# After so long a line says that ranks are waited for, and the panel's button stops them again.
+STOP_SECONDS = 1.5
 # Different stacks; less of each is shown the more there are.
 _MAX_STACKS = 8
 # As many ranks have a row each; of more, the slowest.
@@ -63,7 +63,7 @@ def render_panel(
     elif last_hang:
         text = f"The run goes on. Before that: {last_hang}"
         warned.append(element("div", shorten(text, 800), class_="na-muted"))
-    if stopping > _STOP_SECONDS:
+    if stopping > STOP_SECONDS:
         line = (
             "Waiting for the ranks to finish their step and leave. Stop again interrupts them, and "
             f"ends them {grace:g} s later. Kill ends them now, and results are lost."

@@ -233,6 +233,30 @@ def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
     assert stopped == [True]
 
 
+def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    stopped: list[float] = []
+    shown = Shown(stop=lambda: stopped.append(clock.now))
+    assert page.placed
+    button = shown.field("Stop")
+    button.click()
+    shown.run.state = replace(shown.run.state, status="stopping")
+    shown.panel.read(shown.run.state)
+
+    def click_at(now: float) -> bool:
+        clock.now = now
+        shown.panel.draw(shown.run.state)
+        button.click()
+        return "Stop again interrupts them" in shown.part("na-body").value
+
+    assert [click_at(now) for now in (1000.0, 1001.0, 1002.0)] == [False, False, True]
+    assert click_at(1003.0)
+    assert stopped == [1000.0, 1002.0]
+
+
 def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
