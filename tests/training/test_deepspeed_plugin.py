@@ -91,10 +91,11 @@ def test_a_configuration_is_asked_filled_and_opened_again() -> None:
     ours, theirs = HfDeepSpeedConfig(given), PeerConfig(given)
     device = "zero_optimization.offload_param.device"
     for key in (device, "gradient_clipping", "optimizer.params", "nothing", "no.such.section"):
-        for question in ("get_value", "find_config_node"):
+        for question in ("get_value", "find_config_node", "is_true"):
             assert getattr(ours, question)(key) == getattr(theirs, question)(key), (question, key)
         assert ours.get_value(key, "else") == theirs.get_value(key, "else")
-    assert ours.is_zero3() == theirs.is_zero3()
+    for question in ("is_zero2", "is_zero3", "is_offload"):
+        assert getattr(ours, question)() == getattr(theirs, question)()
     assert ours.fill({"optimizer.params.lr": 0.1})["optimizer"] == {"params": {"lr": 0.1}}
     ours.reopen()
     assert ours.config == given

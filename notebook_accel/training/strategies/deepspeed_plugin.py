@@ -109,13 +109,29 @@ class HfDeepSpeedConfig:
         if node is not None:
             node.pop(name, None)
 
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return whether an entry exists and its value is truthy: not False, 0, None or ""."""
+        return bool(self.get_value(ds_key_long))
+
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether an entry is "auto", so that ``prepare`` replaces or removes it."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
+    def is_zero2(self) -> bool:
+        """Return whether ZeRO stage 2 is set, which shards gradients and optimizer states."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
     def is_zero3(self) -> bool:
         """Return whether ZeRO stage 3 is set, which also shards weights."""
         return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Return whether weights or optimizer states are kept in CPU memory or on a disk."""
+        devices = (
+            self.get_value(f"zero_optimization.offload_{what}.device")
+            for what in ("optimizer", "param")
+        )
+        return any(device in ("cpu", "nvme") for device in devices)
 
     def reopen(self) -> None:
         """Set the entries that :meth:`fill` replaced or removed back to "auto", for the next model.
