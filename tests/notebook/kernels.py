@@ -181,6 +181,8 @@ class Kernel:
     def click(self, text: str, *, by_subshell: bool = True) -> None:
         """Click by a subshell if there is one, as JupyterLab; else as a page that knows none."""
         assert self.shows_panel, "a page has no button of a panel that it does not show"
+        # Before the run begins, as long as a kernel's first launch takes, a panel has none.
+        assert self.listen_until(lambda: text in self.buttons, seconds=60), f"no button {text}"
         data = {"method": "custom", "content": {"event": "click"}}
         content = {"comm_id": self.buttons[text], "data": data}
         self._send("comm_msg", content, by_subshell=by_subshell)
