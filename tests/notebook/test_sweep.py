@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
 from notebook_accel.launch import run_list
@@ -308,6 +308,21 @@ def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goe
 
     found = on_cpu(reads_no_point, {"lr": [0.1, 0.2]}, **asked)
     assert [run.results for run in found] == [[0.1], [0.2]]
+
+
+def test_turns_over_a_loader_without_a_length_are_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(1000))
+
+    def streams(lr: float) -> None:
+        accelerator = Accelerator(cpu=True)
+        for step, _ in enumerate(accelerator.prepare(DataLoader(Stream(), batch_size=1))):
+            accelerator.log({"loss": lr}, step=step)
+            time.sleep(0.05)
+
+    with pytest.raises(ConfigError, match=r"rounds=4: the loader of trial 0 has no length"):
+        on_cpu(streams, {"lr": [0.1, 0.2]}, metric="loss", concurrent=1, rounds=4)
 
 
 def test_a_stop_ends_paused_trials() -> None:

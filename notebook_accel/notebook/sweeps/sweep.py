@@ -374,7 +374,7 @@ class Sweep:
                 trial.turns = self._rounds
                 why = one_line(str(pausing.exception()), 200)
                 self._said = f"trial {trial.number} could not be paused: {why}"
-        elif pausing is None and trial.has_had_its_turn and not trial.pruned:
+        elif pausing is None and trial.has_had_its_turn() and not trial.pruned:
             trial.end_turn()
             if self._arguments.has_more or self._paused:
                 trial.pausing = call_of(trial.run).act(wire.Action(kind="pause"))

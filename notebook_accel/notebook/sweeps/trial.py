@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 import cloudpickle
 
-from notebook_accel.errors import NotebookAccelError, WorkerError
+from notebook_accel.errors import ConfigError, NotebookAccelError, WorkerError
 from notebook_accel.launch import detached
 from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.metrics_file import MetricReader
@@ -77,6 +77,7 @@ class Trial:
     last_step: int = -1
     _num_reports: int = 0
     _turn_began: int = 0
+    _had_length: bool = False
     # When the first value of its turn came.
     _new_since: float | None = None
 
@@ -121,14 +122,26 @@ class Trial:
             self.asked.report(row["value"], self.last_step)
             yield
 
-    @property
     def has_had_its_turn(self) -> bool:
-        """Whether it has trained its share of an epoch, and has logged a value meanwhile."""
+        """Whether it has trained its share of an epoch, and has logged a value meanwhile.
+
+        Raises:
+            ConfigError: its loader has no length, of which its share would be a part.
+        """
         rank = self.run.state.ranks[0]
+        # Streams for evaluation may come beside a loader that has one.
+        self._had_length |= rank.total_batches is not None
         if self.turns >= self.rounds - 1 or self._new_since is None:
             return False
-        if rank.total_batches is None:  # maybe not told yet
-            return time.monotonic() - self._new_since > _LENGTH_SECONDS
+        if rank.total_batches is None:
+            is_told = time.monotonic() - self._new_since > _LENGTH_SECONDS
+            if is_told and rank.batches and not self._had_length:
+                raise ConfigError(
+                    f"rounds={self.rounds}: the loader of trial {self.number} has no length, so "
+                    "that no share of an epoch can be trained: give its dataset a __len__, or "
+                    "leave rounds= out"
+                )
+            return is_told
         share = math.ceil(rank.total_batches / self.rounds)
         return rank.batches >= self._turn_began + share
 
