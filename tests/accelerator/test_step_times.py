@@ -34,7 +34,7 @@ def train(kind: str) -> None:
     is_slow = accelerator.process_index == 1
     model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(Samples(0.02 * (is_slow and kind == "data")), batch_size=1)  # type: ignore[arg-type]
+    loader: Any = DataLoader(Samples(0.06 * (is_slow and kind == "data")), batch_size=1)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     much = torch.ones(800, 800, device=accelerator.device)
     for batch in loader:
