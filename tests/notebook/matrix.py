@@ -206,7 +206,7 @@ def test_in_colab_the_form_waits_for_no_message_between_cells(colab: Kernel) -> 
     assert any("CPU cores" in text for text in colab.widgets)
     colab.fill("Function", "train")
     colab.fill("Arguments", "steps=5")
-    has_code = lambda: any("&#39;steps&#39;: 5}" in text for text in colab.widgets)  # noqa: E731
+    has_code = lambda: any("kwargs=dict(steps=5)" in text for text in colab.widgets)  # noqa: E731
     assert colab.listen_until(has_code, seconds=30)
     colab.click("Launch")
     launch_button = colab.models[colab.buttons["Launch"]]
@@ -246,7 +246,7 @@ def test_the_form_is_drawn_and_launches_a_training(kernel: Kernel, tmp_path: Pat
     refused = lambda: any("expected a whole number" in text for text in kernel.widgets)  # noqa: E731
     assert kernel.listen_until(refused, seconds=30)
     kernel.fill("Seed", "7")
-    has_code = lambda: any("&#39;steps&#39;: 5}" in text for text in kernel.widgets)  # noqa: E731
+    has_code = lambda: any("kwargs=dict(steps=5)" in text for text in kernel.widgets)  # noqa: E731
     assert kernel.listen_until(has_code, seconds=30)
     kernel.click("Launch")
     ended = lambda: "succeeded" in shown_last(kernel)  # noqa: E731
