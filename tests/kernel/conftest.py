@@ -1,16 +1,14 @@
 """A notebook for a test."""
 
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.kernel.notebooks import Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 
 
 @pytest.fixture
-def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+def notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     # A short one: sockets get their paths there.
     with tempfile.TemporaryDirectory(prefix="t") as folder:

@@ -4,13 +4,10 @@ import html
 import re
 import shutil
 from base64 import b64decode
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.kernel.notebooks import Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 
 TRAIN = """
 import pathlib, threading, time
@@ -29,7 +26,7 @@ def followers():
 """
 
 
-def shown(notebook: Notebook, code: str) -> dict[str, Any]:
+def shown(notebook, code):
     """The one output of a cell, which changes as the display is updated."""
     reply = notebook.finish(notebook.start(code))
     assert reply.status == "ok", "\n".join(reply.traceback)
@@ -37,27 +34,25 @@ def shown(notebook: Notebook, code: str) -> dict[str, Any]:
     return output
 
 
-def images(page: str) -> list[str]:
+def images(page):
     """The SVG of each image, or of each part that is drawn anew all the time."""
     found = re.findall(r"base64,([\w+/=]+)", page)
     return [b64decode(each).decode() for each in found] or page.split("<svg height='112'")
 
 
-def strokes(page: str) -> list[list[str]]:
+def strokes(page):
     """The colours of the curves of each chart."""
     found = [re.findall(r"<path[^>]*stroke='(#\w+)'", image) for image in images(page)]
     return [colours for colours in found if colours]
 
 
 @pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
+def notebook():
     with open_notebook() as notebook:
         yield notebook
 
 
-def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(notebook, tmp_path):
     kernel = notebook.kernel
     notebook.run(TRAIN)
     notebook.run("old = notebook_launcher(train, (0.5, 8), 1)")
@@ -81,7 +76,7 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(
     assert len(first) < 20_000
     assert "step" in first.partition("position:absolute")[2]
 
-    def steps() -> int:
+    def steps():
         text = " ".join(images(output["data"]["text/html"]))
         return max(int(step) for step in re.findall(r">step (\d+)<", text))
 
@@ -141,14 +136,14 @@ def train(lr, end=None):
 """
 
 
-def check_original(notebook: Notebook, launch: str, end: Path, legend: str) -> None:
+def check_original(notebook, launch, end, legend):
     """Check that the curve of the original is pale, live and in the summary."""
     kernel = notebook.kernel
     kernel.displays.clear()
     kernel.models.clear()
     notebook.run(f"new = {launch}")
 
-    def charts() -> list[str]:
+    def charts():
         values = (str(model.get("value")) for model in kernel.models.values())
         return [value for value in values if "class='na-plot'" in value]
 
@@ -166,7 +161,7 @@ def check_original(notebook: Notebook, launch: str, end: Path, legend: str) -> N
     end.unlink()
 
 
-def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path: Path) -> None:
+def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path):
     with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
         end = tmp_path / "end"
         notebook.run(f"folder = {str(tmp_path)!r}{CLONED}")
@@ -196,9 +191,7 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path: Pa
         assert "✓ succeeded" in str(reply.outputs)
 
 
-def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs(notebook, tmp_path):
     notebook.run(f"folder = {str(tmp_path)!r}")
     notebook.run(
         """

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.kernel.notebooks import Notebook
-
 OPTIONS = {
     "--help",
     "--num-processes",
@@ -21,7 +19,7 @@ OPTIONS = {
 PRECISIONS = {"no", "bf16", "fp16", "fp8"}
 
 
-def offered(notebook: Notebook, text: str) -> set[str]:
+def offered(notebook, text):
     """What Tab offers where ``|`` stands in a cell."""
     before, _, after = text.partition("|")
     reply = notebook.kernel.client.complete(before + after, len(before), reply=True, timeout=60)
@@ -32,9 +30,7 @@ def offered(notebook: Notebook, text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("jedi", ["as it is", pytest.param("off", marks=pytest.mark.long)])
-def test_tab_offers_what_the_magic_takes_and_a_question_mark_shows_each_setting(
-    notebook: Notebook, jedi: str
-) -> None:
+def test_tab_offers_what_the_magic_takes_and_a_question_mark_shows_each_setting(notebook, jedi):
     if jedi == "off":
         notebook.run("%config IPCompleter.use_jedi = False")
     notebook.run("%load_ext notebook_accel\nlearning_rate = 1")

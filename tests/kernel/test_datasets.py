@@ -1,7 +1,5 @@
 """Ranks that each read the same data set, tokenizer and model at once, from an empty cache."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.kernel.notebooks import open_notebook
@@ -10,7 +8,7 @@ pytest.importorskip("datasets")
 
 
 @pytest.mark.timeout(240)
-def test_ranks_that_map_one_data_set_get_the_same_rows(tmp_path: Path) -> None:
+def test_ranks_that_map_one_data_set_get_the_same_rows(tmp_path):
     with open_notebook({"HF_HUB_OFFLINE": "1"}) as book:
         book.run(f"folder = {str(tmp_path)!r}")
         book.run(_WRITE)

@@ -3,16 +3,14 @@
 import os
 import sys
 import textwrap
-from pathlib import Path
-from typing import Any
 
 import psutil
 
-from tests.kernel.notebooks import SLOW, Notebook, open_notebook
+from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 
-def ask_debugger(notebook: Notebook, number: int, command: str, **arguments: Any) -> dict[str, Any]:
+def ask_debugger(notebook, number, command, **arguments):
     """Send the kernel's debugger a command; gives its answer."""
     client = notebook.kernel.client
     request = {"type": "request", "seq": number, "command": command, "arguments": arguments}
@@ -20,7 +18,7 @@ def ask_debugger(notebook: Notebook, number: int, command: str, **arguments: Any
     return dict(client.control_channel.get_msg(timeout=SLOW)["content"])
 
 
-def test_a_debugger_from_the_start_leaves_launches_as_they_are() -> None:
+def test_a_debugger_from_the_start_leaves_launches_as_they_are():
     with open_notebook() as notebook:
         names = {"clientID": "lab", "adapterID": "", "pathFormat": "path"}
         assert ask_debugger(notebook, 1, "initialize", **names)["success"]
@@ -37,7 +35,7 @@ def test_a_debugger_from_the_start_leaves_launches_as_they_are() -> None:
         notebook.run("notebook_launcher(train, num_processes=2, block=False, detach=True).wait()")
 
 
-def test_a_template_that_does_not_come_to_our_code_ends_with_its_kernel(tmp_path: Path) -> None:
+def test_a_template_that_does_not_come_to_our_code_ends_with_its_kernel(tmp_path):
     # As under a debugger of a kind that nobody knows yet.
     stuck = tmp_path / "stuck"
     stuck.mkdir()

@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.engines.processes import files_left, gone
-from tests.kernel.notebooks import SLOW, Notebook, open_notebook
+from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 _FUNCTIONS = """
@@ -41,21 +39,21 @@ def train(folder):
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[Notebook]:
+def other():
     with open_notebook() as other:
         other.run("import os, notebook_accel\nfrom notebook_accel.launch import run_list")
         yield other
 
 
 @pytest.fixture
-def later(notebook: Notebook, other: Notebook) -> Notebook:
+def later(notebook, other):
     """Another notebook of the same user, which knows no run of the tests before."""
     folder = os.environ["NOTEBOOK_ACCEL_RUNS"]
     other.run(f"run_list._known.clear()\nos.environ['NOTEBOOK_ACCEL_RUNS'] = {folder!r}")
     return other
 
 
-def keepers(notebook: Notebook) -> list[psutil.Process]:
+def keepers(notebook):
     """The processes that keep detached runs."""
     found = []
     for one in notebook.others():
@@ -65,7 +63,7 @@ def keepers(notebook: Notebook) -> list[psutil.Process]:
     return found
 
 
-def launched(notebook: Notebook, folder: Path) -> str:
+def launched(notebook, folder):
     """A detached run of two ranks that are in the function; gives its id."""
     notebook.run(f"{_FUNCTIONS}folder = Path({str(folder)!r})")
     run_id = notebook.run(
@@ -77,9 +75,7 @@ def launched(notebook: Notebook, folder: Path) -> str:
     return run_id
 
 
-def test_a_detached_run_survives_the_death_of_its_kernel(
-    notebook: Notebook, later: Notebook, tmp_path: Path
-) -> None:
+def test_a_detached_run_survives_the_death_of_its_kernel(notebook, later, tmp_path):
     run_id = launched(notebook, tmp_path)
     kernel = notebook.pid
     os.kill(kernel, signal.SIGKILL)
@@ -99,7 +95,7 @@ def test_a_detached_run_survives_the_death_of_its_kernel(
     notebook.expect(0, but=kernel, within=SLOW)
 
 
-def test_its_ranks_have_what_the_notebook_imported(notebook: Notebook, tmp_path: Path) -> None:
+def test_its_ranks_have_what_the_notebook_imported(notebook, tmp_path):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "kept_lib.py").write_text(f"print(0, file=open({str(tmp_path / 'log')!r}, 'a'))")
@@ -114,9 +110,7 @@ def test_its_ranks_have_what_the_notebook_imported(notebook: Notebook, tmp_path:
     eventually(lambda: read().split() == ["0", "0", "0"], within=SLOW, what="three have it")
 
 
-def test_a_later_kernel_stops_it_and_nothing_is_left(
-    notebook: Notebook, later: Notebook, tmp_path: Path
-) -> None:
+def test_a_later_kernel_stops_it_and_nothing_is_left(notebook, later, tmp_path):
     run_id = launched(notebook, tmp_path)
     notebook.manager.restart_kernel(now=False)
     notebook.kernel.client.wait_for_ready(timeout=SLOW)
@@ -139,7 +133,7 @@ def test_a_later_kernel_stops_it_and_nothing_is_left(
 
 
 @pytest.mark.long
-def test_a_launch_that_is_interrupted_leaves_nothing(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_launch_that_is_interrupted_leaves_nothing(notebook, tmp_path):
     notebook.run(f"{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
     cell = notebook.start("notebook_launcher(train, (folder,), 2, block=False, detach=True)")
     eventually(lambda: keepers(notebook), within=SLOW, what="the keeper has started")
@@ -152,7 +146,7 @@ def test_a_launch_that_is_interrupted_leaves_nothing(notebook: Notebook, tmp_pat
 
 
 @pytest.mark.long
-def test_the_kernel_that_launched_is_an_attached_one(notebook: Notebook, tmp_path: Path) -> None:
+def test_the_kernel_that_launched_is_an_attached_one(notebook, tmp_path):
     run_id = launched(notebook, tmp_path)
     notebook.run(f"again = notebook_accel.attach({run_id!r}, view='none')")
     (tmp_path / "go").touch()
@@ -166,7 +160,7 @@ def test_the_kernel_that_launched_is_an_attached_one(notebook: Notebook, tmp_pat
 
 
 @pytest.mark.long
-def test_the_command_line_knows_a_detached_run(notebook: Notebook, tmp_path: Path) -> None:
+def test_the_command_line_knows_a_detached_run(notebook, tmp_path):
     run_id = launched(notebook, tmp_path)
     os.kill(notebook.pid, signal.SIGKILL)
     command = [sys.executable, "-m", "notebook_accel"]
@@ -182,7 +176,7 @@ def test_the_command_line_knows_a_detached_run(notebook: Notebook, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_failure_and_a_killed_keeper_are_told(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_failure_and_a_killed_keeper_are_told(notebook, tmp_path):
     run_id = launched(notebook, tmp_path)
     (keeper,) = keepers(notebook)
     keeper.kill()
@@ -201,7 +195,7 @@ def test_a_failure_and_a_killed_keeper_are_told(notebook: Notebook, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_errors_say_what_to_do(notebook: Notebook, tmp_path: Path) -> None:
+def test_errors_say_what_to_do(notebook, tmp_path):
     notebook.run(f"{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
     launch = "notebook_launcher(train, (folder,), 2, detach=True"
     assert "block=False" in notebook.fails(f"{launch})")
@@ -216,9 +210,7 @@ def test_errors_say_what_to_do(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("held.kill()")
 
 
-def test_a_keeper_that_is_stopped_or_has_ended_is_named(
-    notebook: Notebook, later: Notebook, tmp_path: Path
-) -> None:
+def test_a_keeper_that_is_stopped_or_has_ended_is_named(notebook, later, tmp_path):
     run_id = launched(notebook, tmp_path)
     (keeper,) = keepers(notebook)
     keeper.suspend()
@@ -236,9 +228,7 @@ def test_a_keeper_that_is_stopped_or_has_ended_is_named(
     assert "has ended meanwhile" in said
 
 
-def test_a_run_whose_folder_was_deleted_is_found_and_has_its_result(
-    notebook: Notebook, later: Notebook, tmp_path: Path
-) -> None:
+def test_a_run_whose_folder_was_deleted_is_found_and_has_its_result(notebook, later, tmp_path):
     run_id = launched(notebook, tmp_path)
     (keeper,) = keepers(notebook)
     assert keeper.cmdline()[-2:] == [run_id, "train"]
@@ -252,7 +242,7 @@ def test_a_run_whose_folder_was_deleted_is_found_and_has_its_result(
     assert later.run("print(run[1][0].value)").strip() == "41"
 
 
-def test_all_who_ask_for_stacks_at_once_have_them(notebook: Notebook, tmp_path: Path) -> None:
+def test_all_who_ask_for_stacks_at_once_have_them(notebook, tmp_path):
     launched(notebook, tmp_path)
     code = """
     from concurrent.futures import ThreadPoolExecutor
@@ -264,7 +254,7 @@ def test_all_who_ask_for_stacks_at_once_have_them(notebook: Notebook, tmp_path: 
     notebook.run("run.kill()")
 
 
-def test_a_kill_reaches_a_run_without_a_folder(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_kill_reaches_a_run_without_a_folder(notebook, tmp_path):
     launched(notebook, tmp_path)
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # the keeper may have made it anew
@@ -275,7 +265,7 @@ def test_a_kill_reaches_a_run_without_a_folder(notebook: Notebook, tmp_path: Pat
 
 
 @pytest.fixture
-def small(notebook: Notebook, tmp_path: Path) -> Iterator[Path]:
+def small(notebook, tmp_path):
     """A disk of 4 MB for the notebook's runs."""
     if os.getuid() != 0:
         pytest.skip("a file system of one's own needs root")
@@ -291,15 +281,13 @@ def small(notebook: Notebook, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def fill(disk: Path) -> None:
+def fill(disk):
     with contextlib.suppress(OSError), open(disk / "filling", "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
 
-def test_a_full_disk_at_the_end_loses_no_verdict_and_names_itself(
-    notebook: Notebook, later: Notebook, small: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_at_the_end_loses_no_verdict_and_names_itself(notebook, later, small, tmp_path):
     later.run(f"import os; os.environ['NOTEBOOK_ACCEL_RUNS'] = {str(small / 'runs')!r}")
     run_id = launched(notebook, tmp_path)
     fill(small)
@@ -312,9 +300,7 @@ def test_a_full_disk_at_the_end_loses_no_verdict_and_names_itself(
 
 
 @pytest.mark.parametrize("end", ["run.stop()", "run.stop(3.5)", "run.kill()"])
-def test_a_run_can_be_ended_on_a_full_disk(
-    notebook: Notebook, small: Path, tmp_path: Path, end: str
-) -> None:
+def test_a_run_can_be_ended_on_a_full_disk(notebook, small, tmp_path, end):
     launched(notebook, tmp_path)
     fill(small)
     notebook.run(end)

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import psutil
 import pytest
 
 from tests.engines.processes import files_left, gone
-from tests.kernel.notebooks import Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
@@ -78,24 +77,24 @@ print(child)
 """
 
 
-def _kill(notebook: Notebook) -> None:
+def _kill(notebook):
     os.kill(notebook.pid, signal.SIGKILL)
 
 
-def _restart(notebook: Notebook) -> None:
+def _restart(notebook):
     notebook.manager.restart_kernel(now=False)
 
 
-def _restart_now(notebook: Notebook) -> None:
+def _restart_now(notebook):
     notebook.manager.restart_kernel(now=True)
 
 
-def _shut_down(notebook: Notebook) -> None:
+def _shut_down(notebook):
     notebook.manager.shutdown_kernel(now=False)
 
 
 @pytest.fixture
-def prepared(notebook: Notebook, tmp_path: Path) -> Notebook:
+def prepared(notebook, tmp_path):
     """A notebook with the functions, whose kernel has forked a child."""
     notebook.manager.shutdown_wait_time = 1.0
     notebook.run(f"{IMPORT_LITTLE}{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
@@ -103,7 +102,7 @@ def prepared(notebook: Notebook, tmp_path: Path) -> Notebook:
 
 
 @pytest.fixture(scope="module")
-def long_lived() -> Iterator[Notebook]:
+def long_lived():
     """The notebook of the tests that its kernel outlives, and its template is ready."""
     with open_notebook() as notebook:
         notebook.run(IMPORT_LITTLE + _FUNCTIONS)
@@ -112,13 +111,13 @@ def long_lived() -> Iterator[Notebook]:
 
 
 @pytest.fixture
-def lasting(long_lived: Notebook, tmp_path: Path) -> Notebook:
+def lasting(long_lived, tmp_path):
     """That notebook, whose ranks say in a new folder where they are."""
     long_lived.run(f"folder = Path({str(tmp_path)!r})")
     return long_lived
 
 
-def _arrived(folder: Path, name: str) -> Callable[[], bool]:
+def _arrived(folder, name):
     return lambda: len(list(folder.glob(f"{name}[01]"))) == 2
 
 
@@ -126,9 +125,7 @@ def _arrived(folder: Path, name: str) -> Callable[[], bool]:
     ("end", "is_busy"),
     [(_kill, False), (_restart, True), (_restart_now, True), (_shut_down, False)],
 )
-def test_nothing_outlives_the_kernel(
-    prepared: Notebook, tmp_path: Path, end: Callable[[Notebook], None], is_busy: bool
-) -> None:
+def test_nothing_outlives_the_kernel(prepared, tmp_path, end, is_busy):
     kernel = prepared.pid
     for kind in KINDS[:-1]:
         prepared.run(f"notebook_launcher({kind}, (), 2, block=False)")
@@ -146,7 +143,7 @@ def test_nothing_outlives_the_kernel(
     assert files_left(os.environ["TMPDIR"]) == []
 
 
-def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared: Notebook) -> None:
+def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared):
     prepared.run("from notebook_accel.launch.template.handle import template; source = template()")
     child = int(prepared.run(_FORK))
     (template,) = prepared.others(child)
@@ -156,9 +153,7 @@ def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared:
     prepared.expect(0, but=child, within=GONE)
 
 
-def test_ranks_die_with_their_agent_where_nobody_else_can_act(
-    prepared: Notebook, tmp_path: Path
-) -> None:
+def test_ranks_die_with_their_agent_where_nobody_else_can_act(prepared, tmp_path):
     template, agent = _launched(prepared, tmp_path, "native_with_the_gil")
     template.suspend()
     os.kill(prepared.pid, signal.SIGSTOP)
@@ -169,9 +164,7 @@ def test_ranks_die_with_their_agent_where_nobody_else_can_act(
         template.resume()
 
 
-def test_an_agent_sees_its_kernel_die_where_the_template_is_dead(
-    prepared: Notebook, tmp_path: Path
-) -> None:
+def test_an_agent_sees_its_kernel_die_where_the_template_is_dead(prepared, tmp_path):
     template, _ = _launched(prepared, tmp_path, "loop")
     child = int(prepared.run(_FORK))
     template.kill()
@@ -180,9 +173,7 @@ def test_an_agent_sees_its_kernel_die_where_the_template_is_dead(
     prepared.expect(0, but=child, within=GONE)
 
 
-def test_a_kernel_ends_what_a_dead_agent_and_a_dead_template_left(
-    lasting: Notebook, tmp_path: Path
-) -> None:
+def test_a_kernel_ends_what_a_dead_agent_and_a_dead_template_left(lasting, tmp_path):
     template, agent = _launched(lasting, tmp_path, "loop")
     template.kill()
     eventually(lambda: gone([template.pid]), within=READY, what="the template is dead")
@@ -192,7 +183,7 @@ def test_a_kernel_ends_what_a_dead_agent_and_a_dead_template_left(
     assert lasting.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
 
 
-def _launched(notebook: Notebook, folder: Path, kind: str) -> tuple[psutil.Process, psutil.Process]:
+def _launched(notebook, folder, kind):
     """A run that goes on; gives the template and its agent."""
     notebook.run(f"run = notebook_launcher({kind}, (), 2, block=False)")
     eventually(_arrived(folder, kind), within=READY, what=f"{kind}: both ranks are in it")
@@ -201,7 +192,7 @@ def _launched(notebook: Notebook, folder: Path, kind: str) -> tuple[psutil.Proce
     return template, agent
 
 
-def test_interrupts_at_any_moment_of_a_launch(lasting: Notebook) -> None:
+def test_interrupts_at_any_moment_of_a_launch(lasting):
     moments = random.Random(0)
     lasting.run("others = set(run.id for run in runs())")
     for _ in range(10):
@@ -220,10 +211,10 @@ def test_interrupts_at_any_moment_of_a_launch(lasting: Notebook) -> None:
 
 
 # The last one of that notebook, whose kernel has a child from here on.
-def test_interrupts(lasting: Notebook, tmp_path: Path) -> None:
+def test_interrupts(lasting, tmp_path):
     child = int(lasting.run(_FORK))
 
-    def is_alone() -> bool:
+    def is_alone():
         return len(lasting.others(child)) == 1
 
     # Only the template is left.
@@ -239,11 +230,11 @@ def test_interrupts(lasting: Notebook, tmp_path: Path) -> None:
     assert lasting.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
 
 
-def _imports_torch(pid: int) -> bool:
+def _imports_torch(pid):
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def _press(notebook: Notebook, *, at_most: int, until: Callable[[], bool]) -> None:
+def _press(notebook, *, at_most, until):
     for _ in range(at_most):
         notebook.interrupt()
         with suppress(AssertionError):

@@ -91,7 +91,7 @@ _CELLS = {
 
 
 @pytest.mark.parametrize("name", _CELLS)
-def test_a_rank_has_what_the_first_cell_did(name: str) -> None:
+def test_a_rank_has_what_the_first_cell_did(name):
     libraries, cell, value = _CELLS[name]
     for library in libraries.split():
         if importlib.util.find_spec(library) is None:

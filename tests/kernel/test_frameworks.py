@@ -1,14 +1,12 @@
 """Training functions of other frameworks run unchanged, as a world of 2."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.kernel.notebooks import Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 
 
 @pytest.fixture(scope="module")
-def book() -> Iterator[Notebook]:
+def book():
     """A notebook of somebody who has no network."""
     with open_notebook({"HF_HUB_OFFLINE": "1"}) as notebook:
         notebook.run(_DATA)
@@ -37,7 +35,7 @@ def check(run, steps):
 """
 
 
-def test_plain_ddp(book: Notebook) -> None:
+def test_plain_ddp(book):
     book.run("""
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
@@ -61,7 +59,7 @@ def test_plain_ddp(book: Notebook) -> None:
     """)
 
 
-def test_hugging_face_accelerate(book: Notebook) -> None:
+def test_hugging_face_accelerate(book):
     book.run("""
         def train():
             from accelerate import Accelerator
@@ -86,7 +84,7 @@ def test_hugging_face_accelerate(book: Notebook) -> None:
     """)
 
 
-def test_lightning_fabric(book: Notebook) -> None:
+def test_lightning_fabric(book):
     book.run("""
         def train():
             from lightning_fabric import Fabric
@@ -112,7 +110,7 @@ def test_lightning_fabric(book: Notebook) -> None:
 
 # Both ranks import transformers: 15 s of two cores, of which a busy machine has few left.
 @pytest.mark.timeout(300)
-def test_transformers_trainer(book: Notebook) -> None:
+def test_transformers_trainer(book):
     book.run(
         """
         import copy, os, pickle, tempfile

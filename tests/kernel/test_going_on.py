@@ -1,13 +1,10 @@
 """A person stops a training in a notebook, goes on with another rate, and clones it."""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.kernel.notebooks import Notebook, open_notebook
-from tests.notebook.kernels import Kernel
+from tests.kernel.notebooks import open_notebook
 
 TRAIN = """
 import time
@@ -40,13 +37,13 @@ GO_ON = "notebook_launcher(train, kwargs={'lr': 0.01}, num_processes=2, resume=%
 
 
 @pytest.fixture(scope="module", name="opened")
-def _opened() -> Iterator[Notebook]:
+def _opened():
     with open_notebook() as notebook:
         yield notebook
 
 
 @pytest.fixture
-def notebook(opened: Notebook) -> Notebook:
+def notebook(opened):
     """One kernel for all; what it has shown before is no more on the page."""
     kernel = opened.kernel
     for shown in (kernel.displays, kernel.models, kernel.buttons, kernel.widgets):
@@ -55,7 +52,7 @@ def notebook(opened: Notebook) -> Notebook:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook: Notebook) -> None:
+def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook):
     with open_notebook() as other:
         notebook.run(TRAIN + BEGIN)
         other.run(TRAIN)
@@ -102,8 +99,8 @@ def train(lr, folder, slow=False, size=8):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_original_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
-    notebook: Notebook, tmp_path: Path, *, is_original_first: bool
-) -> None:
+    notebook, tmp_path, *, is_original_first
+):
     first, last = ("0.5", "0.25") if is_original_first else ("0.25", "0.5")
     kernel = notebook.kernel
     notebook.run(CLONED)
@@ -145,9 +142,7 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
     assert any("slow=False: succeeded" in text for text in texts()), kernel.displays
 
 
-def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(notebook, tmp_path):
     kernel = notebook.kernel
     notebook.run(CLONED + "from notebook_accel import sweep")
     how = "metric='loss', concurrent=2, devices='cpu', block=False"
@@ -179,7 +174,7 @@ def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(
 
 
 @pytest.mark.timeout(300)
-def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook: Notebook) -> None:
+def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook):
     kernel = notebook.kernel
     notebook.run(TRAIN + "from notebook_accel import sweep")
     how = "metric='seen', mode='max', concurrent=2, devices='cpu', block=False"
@@ -204,9 +199,9 @@ def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook: Noteboo
     assert f"begins at batch {600 - seen}" in noticed
 
 
-def named(kernel: Kernel, label: str) -> int:
+def named(kernel, label):
     return sum(model.get("description") == label for model in kernel.models.values())
 
 
-def offers(kernel: Kernel, option: str) -> bool:
+def offers(kernel, option):
     return any(option in model.get("_options_labels", ()) for model in kernel.models.values())

@@ -1,13 +1,12 @@
 """What a notebook's cells import, its ranks have without importing it again."""
 
 from collections import Counter
-from pathlib import Path
 
 import psutil
 import pytest
 
 from notebook_accel.notebook.warming import imports_at_start
-from tests.kernel.notebooks import SLOW, Notebook, open_notebook
+from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 # Says whether a rank had a module before the function was called, and imports another one.
@@ -21,16 +20,14 @@ def function(name, other=None):
 """
 
 
-def library(folder: Path, name: str, code: str = "") -> None:
+def library(folder, name, code=""):
     """Write a library that notes its imports, beside others in a folder as pip has it."""
     (folder / "site-packages").mkdir(exist_ok=True)
     noting = f"print({name!r}, file=open({str(folder / 'log')!r}, 'a'))\n"
     (folder / "site-packages" / f"{name}.py").write_text(noting + code)
 
 
-def test_ranks_have_what_cells_and_earlier_ranks_imported(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_ranks_have_what_cells_and_earlier_ranks_imported(notebook, tmp_path):
     for name in ("early_lib", "late_lib", "lazy_lib"):
         library(tmp_path, name)
     (tmp_path / "own_module.py").write_text("import late_lib\nvalue = 1")
@@ -56,9 +53,7 @@ def test_ranks_have_what_cells_and_earlier_ranks_imported(
     assert notebook.run(run).strip() == "[False, False]"
 
 
-def test_ranks_find_modules_that_the_path_no_longer_leads_to(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_ranks_find_modules_that_the_path_no_longer_leads_to(notebook, tmp_path):
     # `sys.path.append("src")`, an import, and `%cd` elsewhere: a fork would have the modules.
     for name in ("repo/src/of_src", "repo/beside", "taken_out/of_once"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -85,9 +80,7 @@ def test_ranks_find_modules_that_the_path_no_longer_leads_to(
     assert printed.strip() == repr((*values, str(tmp_path / "elsewhere")))
 
 
-def test_a_session_has_them_and_cells_of_any_kind_run_on(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_a_session_has_them_and_cells_of_any_kind_run_on(notebook, tmp_path):
     library(tmp_path, "some_lib")
     notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
     notebook.run("%load_ext notebook_accel")
@@ -98,9 +91,7 @@ def test_a_session_has_them_and_cells_of_any_kind_run_on(
     assert "libraries: some_lib" in notebook.run("%accelerate status")
 
 
-def test_the_line_of_a_session_says_for_which_import_it_waits(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_the_line_of_a_session_says_for_which_import_it_waits(notebook, tmp_path):
     go = tmp_path / "go"
     slow = f"""
 import pathlib, sys, time
@@ -127,9 +118,7 @@ while "ipykernel" not in sys.modules and time.monotonic() < until:
     assert "importing slow_lib" in notebook.run("print(said)")
 
 
-def test_an_import_for_its_effect_that_fails_in_ranks_ends_no_call(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_an_import_for_its_effect_that_fails_in_ranks_ends_no_call(notebook, tmp_path):
     fails = "import sys\nif 'ipykernel' not in sys.modules:\n    raise ImportError('no kernel')\n"
     library(tmp_path, "effect_lib", fails)
     notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
@@ -139,7 +128,7 @@ def test_an_import_for_its_effect_that_fails_in_ranks_ends_no_call(
     assert said in notebook.run("print(run.state.notices)")
 
 
-def test_many_imports_two_kernels_and_a_python_without_shared_memory(tmp_path: Path) -> None:
+def test_many_imports_two_kernels_and_a_python_without_shared_memory(tmp_path):
     names = [f"of_many_{number}" for number in range(200)]
     for name in names:
         library(tmp_path, name)
@@ -168,7 +157,7 @@ def function(names):
     assert {*counts.values()} == {4}, "two kernels and their templates, once each"
 
 
-def test_the_environment_turns_it_off(tmp_path: Path) -> None:
+def test_the_environment_turns_it_off(tmp_path):
     """As well as the template that is started before the first launch."""
     library(tmp_path, "off_lib")
     with open_notebook({"NOTEBOOK_ACCEL_WARM": "0"}) as notebook:
@@ -200,7 +189,7 @@ def test_the_environment_turns_it_off(tmp_path: Path) -> None:
         ("\0", []),
     ],
 )
-def test_which_imports_of_a_cell_can_be_made_at_its_start(code: str, expected: list[str]) -> None:
+def test_which_imports_of_a_cell_can_be_made_at_its_start(code, expected):
     found = [
         i.module + (f":{','.join(i.names)}" if i.names else "") for i in imports_at_start(code)
     ]

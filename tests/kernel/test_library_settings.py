@@ -1,12 +1,9 @@
 """What cells did to libraries, ranks have as well, or it is named: in a real kernel."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from notebook_accel.launch.text.used_names import names_of
-from tests.kernel.notebooks import Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 
 # Settings of first cells: what a rank is asked, and what a cell has done for it.
 _SETTINGS = """
@@ -132,7 +129,7 @@ def ask():
 
 
 @pytest.fixture(scope="module")
-def book() -> Iterator[Notebook]:
+def book():
     with open_notebook() as notebook:
         notebook.run(_IMPORTS)
         notebook.run(_ASK)
@@ -140,7 +137,7 @@ def book() -> Iterator[Notebook]:
 
 
 @pytest.mark.timeout(240)
-def test_forty_settings_of_first_cells_reach_the_ranks(book: Notebook) -> None:
+def test_forty_settings_of_first_cells_reach_the_ranks(book):
     for _, cell in _PAIRS:
         book.run(cell)
     # The globals that the texts use are named in the function, as in one that a person writes.
@@ -157,9 +154,7 @@ def test_forty_settings_of_first_cells_reach_the_ranks(book: Notebook) -> None:
     assert "not in the ranks" not in shown
 
 
-def test_what_cells_did_to_objects_of_the_notebooks_own_modules(
-    book: Notebook, tmp_path: Path
-) -> None:
+def test_what_cells_did_to_objects_of_the_notebooks_own_modules(book, tmp_path):
     (tmp_path / "own_config.py").write_text("""
 class Config(dict):
     def __init__(self): self.lr, self.sub, self.names = 1, {"a": 1}, []
@@ -182,7 +177,7 @@ def work(): return config.lr, config.sub, config.names, dict(config), steps, als
     assert "not in the ranks" not in shown
 
 
-def test_a_setter_that_nobody_knows_is_named_once(book: Notebook) -> None:
+def test_a_setter_that_nobody_knows_is_named_once(book):
     book.run("import textwrap\ntextwrap.enable_mine = lambda: None\ntextwrap.enable_mine()")
     launch = "_ = notebook_launcher(lambda: None, num_processes=1, view='text')"
     shown = book.run(launch)
@@ -191,7 +186,7 @@ def test_a_setter_that_nobody_knows_is_named_once(book: Notebook) -> None:
     assert "enable_mine" not in book.run(launch)
 
 
-def test_what_does_not_pickle_is_named_and_stops_nothing(book: Notebook) -> None:
+def test_what_does_not_pickle_is_named_and_stops_nothing(book):
     book.run("import threading, json\njson.lock = threading.Lock()")
     shown = book.run(
         "run = notebook_launcher(lambda: 5, num_processes=1, view='text')\nprint(run[0])"
@@ -201,7 +196,7 @@ def test_what_does_not_pickle_is_named_and_stops_nothing(book: Notebook) -> None
     book.run("del json.lock")
 
 
-def test_a_cell_for_everywhere_runs_in_the_notebook_and_in_ranks(book: Notebook) -> None:
+def test_a_cell_for_everywhere_runs_in_the_notebook_and_in_ranks(book):
     book.run("%load_ext notebook_accel")
     shown = book.run("%%everywhere\nimport textwrap\nprint('once')\ntextwrap.shown = [3]\n!true")
     assert shown.strip() == "once"
@@ -221,11 +216,11 @@ def test_a_cell_for_everywhere_runs_in_the_notebook_and_in_ranks(book: Notebook)
     assert "no %%everywhere cell" in book.run("%everywhere --clear")
 
 
-def test_a_session_gets_what_cells_set_meanwhile(book: Notebook) -> None:
+def test_a_session_gets_what_cells_set_meanwhile(book):
     book.run("import mimetypes, torch\nmimetypes.types_map['.late'] = 'one'")
     asked = "found = mimetypes.types_map['.late'], torch.ones(1).dtype.itemsize"
 
-    def in_session() -> str:
+    def in_session():
         book.run(f"%%accelerate -n 1\nimport mimetypes, torch\n{asked}")
         return book.run("%accelerate pull found\nprint(found)").strip()
 

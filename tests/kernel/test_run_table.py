@@ -1,7 +1,6 @@
 """``runs()`` and ``compare()`` as a notebook shows them: a table of the runs."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -31,20 +30,18 @@ METRICS = ["loss", "best loss", "accuracy", "best accuracy", "lr", "loss curve"]
 COLUMNS = [*FACTS, "error", *METRICS, "started", "notebook", "id"]
 
 
-def cells(text: str) -> list[list[str]]:
+def cells(text):
     """The rows of a table that was shown as text, its head first."""
     return [re.split(r"  +", line) for line in text.splitlines()]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_runs_and_comparisons_are_shown_as_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     with open_notebook({"JPY_SESSION_NAME": "/home/me/digits.ipynb"}) as notebook:
 
-        def shown(code: str) -> tuple[str, str]:
+        def shown(code):
             """What a page shows of the value of a cell, as text and as HTML."""
             reply = notebook.finish(notebook.start(code))
             assert reply.status == "ok", "\n".join(reply.traceback)
@@ -119,10 +116,10 @@ last = notebook_launcher(trial, (0.5, 4), 1, name="last")
 """
 
 
-def test_a_sweep_is_one_row_that_opens(tmp_path: Path) -> None:
+def test_a_sweep_is_one_row_that_opens(tmp_path):
     with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
 
-        def shown(code: str) -> tuple[list[str], str]:
+        def shown(code):
             reply = notebook.finish(notebook.start(code))
             assert reply.status == "ok", "\n".join(reply.traceback)
             (data,) = (one["data"] for one in reply.outputs if "text/html" in one["data"])

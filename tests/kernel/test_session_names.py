@@ -1,14 +1,12 @@
 """Which names of the notebook reach the ranks of ``%%accelerate``, in a real kernel."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.kernel.notebooks import Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 
 
 @pytest.fixture(scope="module")
-def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+def book(tmp_path_factory):
     """One notebook with one session of two ranks for the tests of this file."""
     profile = tmp_path_factory.mktemp("ipython")
     startup = profile / "profile_default" / "startup"
@@ -20,7 +18,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         yield notebook
 
 
-def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book: Notebook) -> None:
+def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book):
     book.run("""
         lr = 1
         def helper(): return "old"
@@ -69,7 +67,7 @@ def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book: N
     assert book.run("%%accelerate\nreads(type('One', (), {'generator': 5}))") == "ranks 0-1: 5\n"
 
 
-def test_what_is_made_of_definitions_uses_their_names_whoever_made_them(book: Notebook) -> None:
+def test_what_is_made_of_definitions_uses_their_names_whoever_made_them(book):
     book.run("""
         rate = 0
         class OfNotebook(torch.nn.Module):
@@ -95,7 +93,7 @@ def test_what_is_made_of_definitions_uses_their_names_whoever_made_them(book: No
         assert book.run(f"%%accelerate\n{name}()") == f"ranks 0-1: {number}\n", name
 
 
-def test_names_that_only_functions_and_texts_have_are_not_pushed(book: Notebook) -> None:
+def test_names_that_only_functions_and_texts_have_are_not_pushed(book):
     book.run("model = f = (i for i in [1])\nrows = 3")
     text = book.run("%%accelerate\ndef train(model): return model\nmodel = 5\ntrain(model)")
     assert text == "ranks 0-1: 5\n"
@@ -103,7 +101,7 @@ def test_names_that_only_functions_and_texts_have_are_not_pushed(book: Notebook)
     assert "`f` (generator) cannot travel" in book.fails("%%accelerate\ndef g(): return f")
 
 
-def test_modules_of_a_package_that_the_notebook_has_are_there(book: Notebook) -> None:
+def test_modules_of_a_package_that_the_notebook_has_are_there(book):
     book.run("""
         import wsgiref.util, xml.dom as trees, xml.dom.minidom, xmlrpc.client, sys, types
         def of_notebook(): return xmlrpc.client.__name__
@@ -124,9 +122,7 @@ def test_modules_of_a_package_that_the_notebook_has_are_there(book: Notebook) ->
     assert "module 'curses' has no attribute 'made'" in text
 
 
-def test_names_of_startup_files_are_the_persons_and_those_of_ipython_are_not(
-    book: Notebook,
-) -> None:
+def test_names_of_startup_files_are_the_persons_and_those_of_ipython_are_not(book):
     assert book.run("%%accelerate\ncs.__name__, of_startup()") == (
         "ranks 0-1: ('collections', 'collections')\n"
     )

@@ -7,21 +7,18 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.kernel.notebooks import Notebook, open_notebook
-from tests.notebook.kernels import Reply
+from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually
 
 SOON = 20.0
 
 
 @pytest.fixture(scope="module")
-def book() -> Iterator[Notebook]:
+def book():
     """One notebook with one session of two ranks for nearly all tests of this file."""
     with open_notebook() as notebook:
         notebook.run("%load_ext notebook_accel\nimport torch, numpy as np")
@@ -30,14 +27,14 @@ def book() -> Iterator[Notebook]:
         yield notebook
 
 
-def values(reply: Reply) -> list[str]:
+def values(reply):
     """The texts of what a cell showed, its header line aside."""
     assert reply.status == "ok", "\n".join(reply.traceback)
     texts = [output["data"]["text/plain"] for output in reply.outputs]
     return [text for text in texts if not re.match(r"In\[\d+\]: ", text)]
 
 
-def cell(book: Notebook, code: str) -> Reply:
+def cell(book, code):
     """Run a cell in which ``%%`` may be left out."""
     return book.finish(book.start(code))
 
@@ -45,7 +42,7 @@ def cell(book: Notebook, code: str) -> Reply:
 # ---- a cell and the next -------------------------------------------------------------------
 
 
-def test_names_stay_and_values_are_shown_by_rank(book: Notebook) -> None:
+def test_names_stay_and_values_are_shown_by_rank(book):
     first = book.run("%%accelerate\nx = rank * 10\nx")
     assert first == "rank 0: 0\nrank 1: 10\n"
     assert book.run("%%accelerate\nx + 1, _, world_size, str(device)") == (
@@ -59,7 +56,7 @@ def test_names_stay_and_values_are_shown_by_rank(book: Notebook) -> None:
     )
 
 
-def test_a_short_cell_has_one_slim_line_and_no_table(book: Notebook) -> None:
+def test_a_short_cell_has_one_slim_line_and_no_table(book):
     reply = cell(book, "%%accelerate\nprint('hello')\n1")
     headers = [output["data"] for output in reply.outputs]
     assert [re.sub(r"\d+", "N", one["text/plain"]) for one in headers] == [
@@ -70,7 +67,7 @@ def test_a_short_cell_has_one_slim_line_and_no_table(book: Notebook) -> None:
     assert reply.text == "ranks 0-1: 1\n"
 
 
-def test_magics_shell_lines_and_top_level_await(book: Notebook) -> None:
+def test_magics_shell_lines_and_top_level_await(book):
     reply = cell(
         book,
         """
@@ -86,7 +83,7 @@ def test_magics_shell_lines_and_top_level_await(book: Notebook) -> None:
     assert "Wall time" in book.run("%accelerate logs 0")
 
 
-def test_tables_figures_and_html_are_shown_richly(book: Notebook) -> None:
+def test_tables_figures_and_html_are_shown_richly(book):
     reply = cell(
         book,
         """
@@ -122,7 +119,7 @@ def test_tables_figures_and_html_are_shown_richly(book: Notebook) -> None:
     assert len(tables) == 1
 
 
-def test_an_error_has_the_lines_of_its_cell_and_the_names_before_it_stay(book: Notebook) -> None:
+def test_an_error_has_the_lines_of_its_cell_and_the_names_before_it_stay(book):
     text = book.fails("%%accelerate\nkept = 'before'\nif rank == 1:\n    raise ValueError('bad')")
     assert re.search("rank 1 failed:\n(.*\n)+ValueError: bad\n", text)
     assert re.search(r"Cell In\[\d+\], line 4, in <module>\n    raise ValueError", text)
@@ -132,7 +129,7 @@ def test_an_error_has_the_lines_of_its_cell_and_the_names_before_it_stay(book: N
     assert "NameError" in text
 
 
-def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
+def test_a_failed_rank_is_looked_into_by_commands(book):
     failure = book.fails("""
         %%accelerate
         def divide(total, parts):
@@ -171,7 +168,7 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     assert book.run("print(found)") == "here\n", "as where the cell waits, nothing is pulled"
 
 
-def test_a_breakpoint_opens_the_debugger_below_its_cell(book: Notebook) -> None:
+def test_a_breakpoint_opens_the_debugger_below_its_cell(book):
     text = """
         %%accelerate
         def stop(there):
@@ -197,7 +194,7 @@ def test_a_breakpoint_opens_the_debugger_below_its_cell(book: Notebook) -> None:
         assert said in "\n".join(reply.traceback)
 
 
-def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) -> None:
+def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book):
     book.run("""
         import os
         import notebook_accel
@@ -227,7 +224,7 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) ->
 
 
 @pytest.mark.long
-def test_a_session_in_debug_mode_trains() -> None:
+def test_a_session_in_debug_mode_trains():
     with open_notebook() as notebook:
         notebook.run("""
             %load_ext notebook_accel
@@ -246,14 +243,14 @@ def test_a_session_in_debug_mode_trains() -> None:
         assert text == "ranks 0-1: ([[[1.0, 1.0]], [1.0]], True)\n"
 
 
-def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:
+def typed(book, cell, prompt, answers):
     """Run a cell that asks, and answer; gives what it printed."""
     reply = answer(book, cell, re.escape(prompt), answers)
     assert reply.status == "ok", "\n".join(reply.traceback)
     return reply.text
 
 
-def answer(book: Notebook, cell: str, prompt: str, answers: list[str]) -> Reply:
+def answer(book, cell, prompt, answers):
     """Run a cell that asks, and answer, where the pattern of the prompt fits."""
     started = book.start(cell)
     client = book.kernel.client
@@ -264,7 +261,7 @@ def answer(book: Notebook, cell: str, prompt: str, answers: list[str]) -> Reply:
     return book.finish(started)
 
 
-def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: Path) -> None:
+def test_a_syntax_error_and_bad_options_reach_no_rank(book, tmp_path):
     assert "line 3" in book.fails("%%accelerate\na = 1\nb = = 2")
     assert "`%accelerate restart -n 3`" in book.fails("%%accelerate -n 3\n1")
     assert "the session has the ranks 0 to 1" in book.fails("%%accelerate --ranks 0,2\n1")
@@ -288,7 +285,7 @@ def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: 
     assert any("rdzv_id is not used" in part for part in (text, *shown))
 
 
-def test_logs_are_printed_without_what_a_terminal_obeys(book: Notebook) -> None:
+def test_logs_are_printed_without_what_a_terminal_obeys(book):
     """A line that writes the clipboard, one that is a link, and one that clears the screen."""
     book.run(r"""
         %%accelerate --ranks 0
@@ -303,7 +300,7 @@ def test_logs_are_printed_without_what_a_terminal_obeys(book: Notebook) -> None:
 # ---- names of the notebook -----------------------------------------------------------------
 
 
-def test_what_the_cell_uses_is_pushed_until_the_session_assigns_it(book: Notebook) -> None:
+def test_what_the_cell_uses_is_pushed_until_the_session_assigns_it(book):
     book.run("""
         factor, rows = 3, [1]
         def scaled(value):
@@ -326,7 +323,7 @@ def test_what_the_cell_uses_is_pushed_until_the_session_assigns_it(book: Noteboo
     assert book.run("factor, rows") == ""
 
 
-def test_what_the_ranks_made_of_a_name_is_not_pushed_over(book: Notebook) -> None:
+def test_what_the_ranks_made_of_a_name_is_not_pushed_over(book):
     book.run("""
         from notebook_accel import notebook_launcher
         trained = [0]
@@ -344,7 +341,7 @@ def test_what_the_ranks_made_of_a_name_is_not_pushed_over(book: Notebook) -> Non
     assert book.run("%%accelerate\ntrained") == "ranks 0-1: 'here'\n"
 
 
-def test_an_optimizer_and_its_model_stay_together(book: Notebook) -> None:
+def test_an_optimizer_and_its_model_stay_together(book):
     book.run("""
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -364,7 +361,7 @@ def test_an_optimizer_and_its_model_stay_together(book: Notebook) -> None:
     assert book.run("%%accelerate\nfloat(model.weight.abs().sum())") == "ranks 0-1: 0.0\n"
 
 
-def test_pull_and_push_by_name(book: Notebook) -> None:
+def test_pull_and_push_by_name(book):
     book.run("""
         class Net(torch.nn.Linear):
             pass
@@ -397,7 +394,7 @@ def test_pull_and_push_by_name(book: Notebook) -> None:
     assert "the session has no `nothing`" in book.fails("%accelerate pull nothing")
 
 
-def test_a_cell_of_one_rank_says_so_and_its_names_can_be_pulled(book: Notebook) -> None:
+def test_a_cell_of_one_rank_says_so_and_its_names_can_be_pulled(book):
     reply = cell(book, "%%accelerate --ranks 1\nsolo = 3")
     header = reply.outputs[0]["data"]["text/plain"]
     assert re.fullmatch(r"In\[\d+\]: succeeded, rank 1 of 2, .* s", header)
@@ -415,14 +412,14 @@ def test_a_cell_of_one_rank_says_so_and_its_names_can_be_pulled(book: Notebook) 
     assert book.run("%%accelerate\nshared") == "ranks 0-1: 'new'\n"
 
 
-def test_what_cannot_travel_is_named(book: Notebook) -> None:
+def test_what_cannot_travel_is_named(book):
     book.run("import threading\nlock = threading.Lock()\ndef locked(): return lock")
     text = book.fails("%%accelerate\nlocked()")
     assert "`lock` (_thread.lock) cannot travel to the session" in text
     assert book.run("%%accelerate\nlock = 5\nlock") == "ranks 0-1: 5\n"
 
 
-def test_the_notebook_knows_the_names_of_the_session(book: Notebook) -> None:
+def test_the_notebook_knows_the_names_of_the_session(book):
     book.run("%%accelerate\nfar_away_name = 1")
     reply = cell(book, "far_away_name")
     assert "`far_away_name` lives in the session: `%accelerate pull far_away_name`" in reply.text
@@ -438,7 +435,7 @@ def test_the_notebook_knows_the_names_of_the_session(book: Notebook) -> None:
 # ---- Accelerator, failures, interrupts -----------------------------------------------------
 
 
-def test_accelerators_are_made_again_with_other_settings(book: Notebook) -> None:
+def test_accelerators_are_made_again_with_other_settings(book):
     both = "%%accelerate\nint(accelerator.reduce(torch.ones(1)))"
     assert book.run(both) == "ranks 0-1: 2\n"
     text = book.run("""
@@ -451,7 +448,7 @@ def test_accelerators_are_made_again_with_other_settings(book: Notebook) -> None
     assert book.run("%%accelerate\nAccelerator().mixed_precision") == "ranks 0-1: 'no'\n"
 
 
-def test_a_prepared_model_trains_on_after_a_call_that_failed(book: Notebook) -> None:
+def test_a_prepared_model_trains_on_after_a_call_that_failed(book):
     book.run("""
         %%accelerate
         torch.manual_seed(0)
@@ -478,7 +475,7 @@ def test_a_prepared_model_trains_on_after_a_call_that_failed(book: Notebook) -> 
         assert book.run("%%accelerate\nlen(calls)") == "ranks 0-1: 1\n", "a user's hook stays"
 
 
-def test_the_process_group_is_made_anew_however_the_call_before_ended(book: Notebook) -> None:
+def test_the_process_group_is_made_anew_however_the_call_before_ended(book):
     book.run("""
         from notebook_accel import notebook_launcher
         def fail():
@@ -509,7 +506,7 @@ def test_the_process_group_is_made_anew_however_the_call_before_ended(book: Note
     assert book.run(works) == "ranks 0-1: (2, 2)\n"
 
 
-def test_an_interrupt_ends_a_cell_that_hangs_and_keeps_the_session(book: Notebook) -> None:
+def test_an_interrupt_ends_a_cell_that_hangs_and_keeps_the_session(book):
     before = book.run("%%accelerate\npids")
     # As after eight seconds of silence.
     book.run("from notebook_accel.launch.control import hang")
@@ -537,7 +534,7 @@ def test_an_interrupt_ends_a_cell_that_hangs_and_keeps_the_session(book: Noteboo
     assert book.run("%%accelerate\nint(accelerator.reduce(torch.ones(1)))") == "ranks 0-1: 2\n"
 
 
-def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_path: Path) -> None:
+def test_a_cell_in_the_background_leaves_the_notebook_free(book, tmp_path):
     book.run(f"from pathlib import Path\ngo = Path({str(tmp_path / 'go')!r})")
     reply = cell(
         book,
@@ -585,7 +582,7 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
 
 
 @pytest.mark.long
-def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_path: Path) -> None:
+def test_a_cell_is_written_as_a_script_that_torchrun_runs(book, tmp_path):
     target = tmp_path / "train.py"
     book.run("%accelerate restart -n 2")
     book.run("import math")
@@ -633,7 +630,7 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     assert "torch.tensor(" not in text
 
 
-def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
+def test_a_function_is_launched_on_the_warm_workers(book):
     book.run("%%accelerate\nweight, pids = 20, __import__('os').getpid()")
     text = book.run("""
         from notebook_accel import notebook_launcher
@@ -685,7 +682,7 @@ def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
         "import os, tempfile\nwith tempfile.TemporaryDirectory() as d: os.chdir(d)",
     ],
 )
-def test_a_session_outlives_what_a_cell_does_to_its_process(book: Notebook, damage: str) -> None:
+def test_a_session_outlives_what_a_cell_does_to_its_process(book, damage):
     book.run(f"%%accelerate\n{damage}")
     text = book.run(
         "%%accelerate\nimport os, sys\nclass Shown: pass\n"
@@ -699,7 +696,7 @@ def test_a_session_outlives_what_a_cell_does_to_its_process(book: Notebook, dama
     book.run("%accelerate restart")
 
 
-def test_a_session_that_a_cell_has_broken_for_good_says_to_restart_it(book: Notebook) -> None:
+def test_a_session_that_a_cell_has_broken_for_good_says_to_restart_it(book):
     book.run(
         "%%accelerate\nfrom notebook_accel.notebook.worker import RankShell\nRankShell.run = None"
     )
@@ -708,7 +705,7 @@ def test_a_session_that_a_cell_has_broken_for_good_says_to_restart_it(book: Note
     assert "`%accelerate restart`" not in book.fails("%%accelerate\n1/0")
 
 
-def test_a_dead_rank_says_how_to_start_again(book: Notebook) -> None:
+def test_a_dead_rank_says_how_to_start_again(book):
     text = book.fails("""
         %%accelerate
         import os, signal
@@ -742,7 +739,7 @@ def test_a_dead_rank_says_how_to_start_again(book: Notebook) -> None:
     assert book.run(f"from notebook_accel import notebook_launcher\nprint({made})") == "[2, 2]\n"
 
 
-def test_the_session_ends_with_its_kernel(book: Notebook) -> None:
+def test_the_session_ends_with_its_kernel(book):
     others = {process.pid for process in book.others()}
     assert len(others) >= 3
     os.kill(book.pid, signal.SIGKILL)

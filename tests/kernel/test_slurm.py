@@ -35,9 +35,7 @@ print("results:", run.results, run.logs().split("\\n"))
 
 
 @pytest.mark.long
-def test_a_notebook_of_the_docs_job_trains_on_both_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_of_the_docs_job_trains_on_both_nodes(tmp_path, monkeypatch):
     in_job(tmp_path, monkeypatch)
     mark = str(tmp_path)
     # As a person's own settings would: root starts no JupyterLab otherwise.
@@ -81,11 +79,11 @@ def test_a_notebook_of_the_docs_job_trains_on_both_nodes(
         job.wait()
 
 
-def trained(kernels: str, folder: Path) -> str:
+def trained(kernels, folder):
     """What the cell prints in a new kernel of the server."""
     made: list[str] = []
 
-    def make() -> list[str]:
+    def make():
         # It says that it is there a moment before it listens.
         request = urllib.request.Request(kernels, data=b"{}", method="POST")
         with suppress(urllib.error.URLError), urllib.request.urlopen(request) as reply:

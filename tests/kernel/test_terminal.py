@@ -4,8 +4,6 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pexpect
@@ -24,7 +22,7 @@ OPTIONS = ["--simple-prompt", "--no-banner", "--colors=NoColor", "--HistoryManag
 class Terminal:
     """IPython in a terminal of its own."""
 
-    def __init__(self, mark: str, runs: Path) -> None:
+    def __init__(self, mark, runs):
         environment = {**os.environ, MARK: mark, "NOTEBOOK_ACCEL_RUNS": str(runs)}
         self.child: Any = pexpect.spawn(
             sys.executable,
@@ -36,7 +34,7 @@ class Terminal:
         )
         self.child.expect(PROMPT)
 
-    def type(self, cell: str) -> None:
+    def type(self, cell):
         """Type a cell of one line or more."""
         for line in cell.strip().split("\n"):
             self.child.sendline(line)
@@ -44,23 +42,23 @@ class Terminal:
         for _ in range(2 if cell.startswith("%%") else "\n" in cell.strip()):
             self.child.sendline("")
 
-    def run(self, cell: str) -> str:
+    def run(self, cell):
         """Type a cell; gives what is on the screen until the next one can be typed."""
         self.type(cell)
         return self.rest()
 
-    def rest(self) -> str:
+    def rest(self):
         self.child.expect(PROMPT)
         return str(self.child.before).replace("\r\n", "\n")
 
 
 @pytest.fixture(scope="module")
-def mark() -> str:
+def mark():
     return uuid.uuid4().hex
 
 
 @pytest.fixture(scope="module")
-def terminal(mark: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+def terminal(mark, tmp_path_factory):
     terminal = Terminal(mark, tmp_path_factory.mktemp("runs"))
     terminal.run("%load_ext notebook_accel")
     terminal.run("from notebook_accel import notebook_launcher")
@@ -81,7 +79,7 @@ def train(steps):
 """
 
 
-def test_a_launch_prints_lines_and_gives_results(terminal: Terminal) -> None:
+def test_a_launch_prints_lines_and_gives_results(terminal):
     terminal.run(TRAIN)
     shown = terminal.run("run = notebook_launcher(train, (3,), num_processes=2)")
     assert "[rank 0] done on 0" in shown
@@ -90,7 +88,7 @@ def test_a_launch_prints_lines_and_gives_results(terminal: Terminal) -> None:
     assert "[3, 3]" in terminal.run("run.results")
 
 
-def test_a_session_shows_values_and_opens_the_debugger(terminal: Terminal) -> None:
+def test_a_session_shows_values_and_opens_the_debugger(terminal):
     shown = terminal.run("%%accelerate -n 2\nx = rank * 10\nx")
     assert "rank 0: 0\nrank 1: 10\n" in shown
     assert shown.count("session of 2 ranks started") == 1
@@ -107,7 +105,7 @@ def test_a_session_shows_values_and_opens_the_debugger(terminal: Terminal) -> No
     assert "ranks 0-1: 2" in terminal.run("%%accelerate\nworld_size")
 
 
-def test_ctrl_c_ends_a_run_and_not_the_shell(terminal: Terminal) -> None:
+def test_ctrl_c_ends_a_run_and_not_the_shell(terminal):
     terminal.run("def wait():\n    import time\n    print('waits')\n    time.sleep(600)")
     terminal.type("notebook_launcher(wait, num_processes=2)")
     terminal.child.expect_exact("[rank 1] waits")
@@ -116,14 +114,14 @@ def test_ctrl_c_ends_a_run_and_not_the_shell(terminal: Terminal) -> None:
     assert "4" in terminal.run("2 + 2")
 
 
-def test_doctor_and_form_are_text(terminal: Terminal) -> None:
+def test_doctor_and_form_are_text(terminal):
     assert "open files" in terminal.run("%accelerate doctor")
     shown = terminal.run("%accelerate config")
     assert "only a notebook" in shown
     assert "LaunchConfig" in shown
 
 
-def test_its_end_leaves_nothing(terminal: Terminal, mark: str) -> None:
+def test_its_end_leaves_nothing(terminal, mark):
     terminal.child.sendline("exit")
     terminal.child.expect(pexpect.EOF)
     eventually(lambda: not marked(MARK, mark), within=30, what="all processes ended")

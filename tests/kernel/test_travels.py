@@ -1,16 +1,15 @@
 """What a notebook really holds travels to the ranks and comes back, in a real kernel."""
 
 import ast
-from collections.abc import Iterator
 
 import pytest
 
-from tests.kernel.notebooks import SLOW, Notebook, open_notebook
+from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
-def book() -> Iterator[Notebook]:
+def book():
     """One notebook for all tests of this file, as a person uses one for a day."""
     with open_notebook() as notebook:
         notebook.run(_BEGIN)
@@ -35,7 +34,7 @@ def summed(value):
 """
 
 
-def test_what_cells_define_comes_back_as_itself(book: Notebook) -> None:
+def test_what_cells_define_comes_back_as_itself(book):
     book.run("""
         def helper():
             return "old"
@@ -84,7 +83,7 @@ def test_what_cells_define_comes_back_as_itself(book: Notebook) -> None:
     """)
 
 
-def test_loader_workers_make_batches_of_a_dataclass_of_the_notebook(book: Notebook) -> None:
+def test_loader_workers_make_batches_of_a_dataclass_of_the_notebook(book):
     book.run("""
         @dataclass
         class Batch:
@@ -106,7 +105,7 @@ def test_loader_workers_make_batches_of_a_dataclass_of_the_notebook(book: Notebo
     """)
 
 
-def test_a_loader_that_the_notebook_has_read_starts_its_own_workers(book: Notebook) -> None:
+def test_a_loader_that_the_notebook_has_read_starts_its_own_workers(book):
     book.run("""
         looked_at = DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)
         first = next(iter(looked_at))
@@ -119,7 +118,7 @@ def test_a_loader_that_the_notebook_has_read_starts_its_own_workers(book: Notebo
     """)
 
 
-def test_a_kernel_that_has_threads_gradients_and_a_group_of_its_own(book: Notebook) -> None:
+def test_a_kernel_that_has_threads_gradients_and_a_group_of_its_own(book):
     book.run("""
         torch.set_num_threads(2)
         weight = torch.randn(600, 600, requires_grad=True)
@@ -139,7 +138,7 @@ def test_a_kernel_that_has_threads_gradients_and_a_group_of_its_own(book: Notebo
     """)
 
 
-def test_the_notebooks_model_is_untouched_and_the_returned_one_is_trained(book: Notebook) -> None:
+def test_the_notebooks_model_is_untouched_and_the_returned_one_is_trained(book):
     book.run("""
         from notebook_accel import Accelerator
 
@@ -172,7 +171,7 @@ def test_the_notebooks_model_is_untouched_and_the_returned_one_is_trained(book: 
     """)
 
 
-def test_a_failure_names_the_cells_line_and_the_run_is_kept(book: Notebook) -> None:
+def test_a_failure_names_the_cells_line_and_the_run_is_kept(book):
     number = int(book.run("print(len(In))"))
     book.run("""
         def broken(rank):
@@ -204,7 +203,7 @@ def test_a_failure_names_the_cells_line_and_the_run_is_kept(book: Notebook) -> N
 
 
 @pytest.mark.long
-def test_two_notebooks_at_once(book: Notebook) -> None:
+def test_two_notebooks_at_once(book):
     work = """
         def meet(count):
             dist.init_process_group("gloo")
@@ -228,7 +227,7 @@ def test_two_notebooks_at_once(book: Notebook) -> None:
     assert book.run("print(launch(lambda: 1).results)") == "[1, 1]\n"
 
 
-def test_a_managers_proxies_reach_it_from_the_ranks(book: Notebook) -> None:
+def test_a_managers_proxies_reach_it_from_the_ranks(book):
     book.run("""
         import multiprocessing
         manager = multiprocessing.Manager()
@@ -251,7 +250,7 @@ def test_a_managers_proxies_reach_it_from_the_ranks(book: Notebook) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
-def test_processes_that_a_rank_spawns_find_what_cells_define(book: Notebook, method: str) -> None:
+def test_processes_that_a_rank_spawns_find_what_cells_define(book, method):
     book.run(f"""
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor
@@ -293,7 +292,7 @@ def test_processes_that_a_rank_spawns_find_what_cells_define(book: Notebook, met
     """)
 
 
-def test_streams_of_the_notebook_are_those_of_the_rank(book: Notebook) -> None:
+def test_streams_of_the_notebook_are_those_of_the_rank(book):
     book.run("""
         import sys
         def speak(out=sys.stdout, **more):
@@ -304,9 +303,7 @@ def test_streams_of_the_notebook_are_those_of_the_rank(book: Notebook) -> None:
     """)
 
 
-def test_a_launch_whose_value_nobody_assigned_has_its_results_in_the_last_run(
-    book: Notebook,
-) -> None:
+def test_a_launch_whose_value_nobody_assigned_has_its_results_in_the_last_run(book):
     book.run("""
         from notebook_accel import last_run
         launch(lambda: int(os.environ["RANK"]));
@@ -319,9 +316,7 @@ def test_a_launch_whose_value_nobody_assigned_has_its_results_in_the_last_run(
     """)
 
 
-def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped(
-    notebook: Notebook,
-) -> None:
+def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped(notebook):
     notebook.run("""
         %load_ext notebook_accel
         import gc, os
@@ -362,7 +357,7 @@ def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped
     assert rank < 150
 
 
-def test_what_needs_the_notebooks_shell_is_refused(book: Notebook) -> None:
+def test_what_needs_the_notebooks_shell_is_refused(book):
     book.run("""
         def shell():
             !nvidia-smi

@@ -1,11 +1,11 @@
 """A kernel that fetches the launcher has its template started, and its first launch is quick."""
 
 from tests.interpreters import run_script
-from tests.kernel.notebooks import SLOW, Notebook
+from tests.kernel.notebooks import SLOW
 from tests.waiting import eventually
 
 
-def test_fetching_the_launcher_starts_the_template_once(notebook: Notebook) -> None:
+def test_fetching_the_launcher_starts_the_template_once(notebook):
     notebook.run("import notebook_accel")
     assert notebook.others() == []
     notebook.run("from notebook_accel import notebook_launcher")
@@ -33,7 +33,7 @@ def test_fetching_the_launcher_starts_the_template_once(notebook: Notebook) -> N
     eventually(lambda: notebook.others() == [template], within=SLOW, what="the ranks have ended")
 
 
-def test_a_launch_that_comes_before_it_is_ready_shows_that_it_waits(notebook: Notebook) -> None:
+def test_a_launch_that_comes_before_it_is_ready_shows_that_it_waits(notebook):
     code = "from notebook_accel import notebook_launcher; notebook_launcher(lambda: 1, (), 2)"
     reply = notebook.finish(notebook.start(code))
     assert reply.status == "ok", reply.traceback
@@ -41,7 +41,7 @@ def test_a_launch_that_comes_before_it_is_ready_shows_that_it_waits(notebook: No
     assert any("takes some seconds the first time" in text for text in shown), shown
 
 
-def test_a_script_starts_nothing_before_it_launches() -> None:
+def test_a_script_starts_nothing_before_it_launches():
     code = """
 import sys, psutil
 from notebook_accel.notebook import warming

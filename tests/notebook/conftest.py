@@ -1,17 +1,12 @@
 """What an open page showed is added to the report of a browser test that failed."""
 
-from collections.abc import Generator
-from typing import Any
-
 import pytest
 
 from tests.notebook.lab import describe_pages
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, Any, Any]:
+def pytest_runtest_makereport(item, call):
     report = yield
     if call.excinfo is not None and call.when == "call" and "browser" in item.keywords:
         for title, text in describe_pages():

@@ -4,16 +4,14 @@ and where the page or the kernel goes meanwhile.
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import expect
 
 from notebook_accel import runs
 from tests.notebook.kernels import INSTALLED, OTHERS
-from tests.notebook.lab import Lab, Notebook, open_browser, open_lab
+from tests.notebook.lab import open_browser, open_lab
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
@@ -105,19 +103,19 @@ CUT_OFF = """() => {
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory):
     with open_lab(tmp_path_factory.mktemp("lab"), VERSIONS) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
+def browser(chromium):
     with open_browser(chromium) as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
-def notebook(lab: Lab, browser: Browser) -> Iterator[Notebook]:
+def notebook(lab, browser):
     """One of the installed kernel, in Notebook 7, for all tests that add their cells to it."""
     lab.write("book.ipynb", [SETUP], INSTALLED)
     notebook = lab.open(browser, "book.ipynb", app="notebook")
@@ -126,7 +124,7 @@ def notebook(lab: Lab, browser: Browser) -> Iterator[Notebook]:
     notebook.close()
 
 
-def wait_for_moves(output: Locator) -> None:
+def wait_for_moves(output):
     """Wait until each bar shows something else: two of rank 0, one in the other, and one of rank 1.
 
     Each has a row of its own, which stays when the inner bar ends and another one begins.
@@ -138,14 +136,14 @@ def wait_for_moves(output: Locator) -> None:
         page.wait_for_function(moved, arg=[row, since], timeout=30_000)
 
 
-def wait_for_summary(output: Locator) -> None:
+def wait_for_summary(output):
     """Wait until the summary of a run that was stopped stands in place of its panel."""
     output.get_by_text("■ stopped").first.wait_for(timeout=60_000)
     output.locator("img[alt^='loss']").wait_for(timeout=30_000)
     expect(output.locator("button:visible")).to_have_count(0)
 
 
-def reload(notebook: Notebook, cell: int) -> None:
+def reload(notebook, cell):
     """Reload the page, as a person does: again, where it gave up a widget that it has."""
     output = notebook.output(cell)
     for _ in range(3):
@@ -156,7 +154,7 @@ def reload(notebook: Notebook, cell: int) -> None:
         assert notebook.page.evaluate(HAS_MODEL, cell), "the page lacks the panel"
 
 
-def reload_and_stop(notebook: Notebook, cell: int) -> None:
+def reload_and_stop(notebook, cell):
     """The panel of a cell that blocks moves and stops in a reloaded page as before."""
     output = notebook.output(cell)
     wait_for_moves(output)
@@ -175,8 +173,8 @@ def reload_and_stop(notebook: Notebook, cell: int) -> None:
     "version", [INSTALLED, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)]
 )
 def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_that_is_reloaded(
-    lab: Lab, browser: Browser, version: str
-) -> None:
+    lab, browser, version
+):
     lab.write(f"{version}.ipynb", [SETUP, TRAIN, LAUNCH, AFTER], version)
     notebook = lab.open(browser, f"{version}.ipynb", app=APPS[version])
     notebook.wait_until_idle()
@@ -213,9 +211,7 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_t
 
 
 @pytest.mark.long
-def test_a_page_that_was_told_no_states_in_time_asks_each_widget_for_its_own(
-    lab: Lab, browser: Browser
-) -> None:
+def test_a_page_that_was_told_no_states_in_time_asks_each_widget_for_its_own(lab, browser):
     """As after four seconds of a busy machine; the cell blocks the kernel meanwhile."""
     silent = "import ipywidgets\nipywidgets.Widget._handle_control_comm_msg = lambda _: None"
     lab.write("late.ipynb", [f"{SETUP}{silent}", TRAIN, LAUNCH], INSTALLED)
@@ -239,14 +235,12 @@ def speak(folder, lines):
 SCROLL = "document.querySelector('.na-scroll')"
 
 
-def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(notebook, tmp_path):
     notebook.add(f"{SETUP}{SPEAK}")
     launch = f"run = notebook_launcher(speak, ({str(tmp_path)!r}, 1900), num_processes=1)"
     output, page = notebook.add(launch), notebook.page
 
-    def add(part: int) -> None:
+    def add(part):
         (tmp_path / str(part)).touch()
         output.get_by_text(f"part {part}").first.wait_for(timeout=30_000)
 
@@ -291,9 +285,7 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     expect(output.get_by_text("part 5").first).to_be_visible()
 
 
-def test_a_run_in_the_background_stops_by_mouse_also_while_another_cell_computes(
-    notebook: Notebook,
-) -> None:
+def test_a_run_in_the_background_stops_by_mouse_also_while_another_cell_computes(notebook):
     notebook.add(f"{SETUP}{TRAIN}")
     output = notebook.add(LAUNCH_AND_GO_ON)
     wait_for_moves(output)
@@ -328,8 +320,8 @@ def log(end):
 
 @pytest.mark.long
 def test_a_run_that_ends_while_its_page_is_closed_and_what_is_seen_without_its_kernel(
-    notebook: Notebook, lab: Lab, browser: Browser, tmp_path: Path
-) -> None:
+    notebook, lab, browser, tmp_path
+):
     end = tmp_path / "end"
     notebook.add(f"{SETUP}{LOG}")
     end.touch()
@@ -371,7 +363,7 @@ BELOW_POINTER = """image => {
 }"""
 
 
-def check_summary(output: Locator, name: str) -> None:
+def check_summary(output, name):
     """Check what a page shows of a run of ``log`` that has ended."""
     output.get_by_text("✓ succeeded").first.wait_for(timeout=30_000)
     expect(output.get_by_text(name, exact=True)).to_have_count(1)
@@ -385,9 +377,7 @@ def check_summary(output: Locator, name: str) -> None:
 
 
 @pytest.mark.long
-def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
-    notebook: Notebook,
-) -> None:
+def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(notebook):
     notebook.add(f"{SETUP}{TRAIN}")
     output = notebook.add(LAUNCH_AND_GO_ON)
     output.get_by_text("rank 0 speaks").wait_for(timeout=60_000)

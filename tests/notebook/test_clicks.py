@@ -18,37 +18,37 @@ from notebook_accel.notebook.clicks import (
 class Frame:
     """A part of a message, as zmq gives it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         self.bytes = text.encode()
 
 
 class Messages:
     """A queue of messages, as tornado's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.items: list[Any] = []
 
-    def qsize(self) -> int:
+    def qsize(self):
         return len(self.items)
 
-    def get_nowait(self) -> Any:
+    def get_nowait(self):
         return self.items.pop(0)
 
-    def put_nowait(self, item: Any) -> None:
+    def put_nowait(self, item):
         self.items.append(item)
 
 
 class Session:
     """Reads messages whose first frame is their header."""
 
-    def feed_identities(self, frames: list[Frame], copy: bool) -> tuple[list[bytes], list[Frame]]:
+    def feed_identities(self, frames, copy):
         assert not copy
         return [], [Frame("signature"), *frames]
 
-    def unpack(self, data: bytes) -> Any:
+    def unpack(self, data):
         return json.loads(data)
 
-    def deserialize(self, frames: list[Frame], content: bool, copy: bool) -> Any:
+    def deserialize(self, frames, content, copy):
         assert content
         assert not copy
         return {**json.loads(frames[1].bytes), "content": json.loads(frames[-1].bytes)}
@@ -57,7 +57,7 @@ class Session:
 class OldKernel:
     """What ipykernel 6 has that matters here."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.msg_queue = Messages()
         self.shell_stream = SimpleNamespace(flush=lambda: None)
         self.session = Session()
@@ -69,27 +69,27 @@ class OldKernel:
             "kernel_info_request": self.answer,
         }
 
-    def handle(self, stream: Any, identities: Any, message: Any) -> None:
+    def handle(self, stream, identities, message):
         assert stream is self.shell_stream
         self.handled.append(message["name"])
         if message["name"] == "bad":
             raise KeyboardInterrupt
 
-    async def answer(self, stream: Any, identities: Any, message: Any) -> None:
+    async def answer(self, stream, identities, message):
         self.handle(stream, identities, message)
 
-    def get_parent(self, channel: str) -> Any:
+    def get_parent(self, channel):
         return channel
 
-    def _publish_status(self, state: str, channel: str, parent: Any) -> None:
+    def _publish_status(self, state, channel, parent):
         self.states.append(state)
 
-    def send(self, kind: str, name: str) -> None:
+    def send(self, kind, name):
         frame = Frame(json.dumps({"msg_type": kind, "name": name}))
         self.msg_queue.put_nowait((len(self.msg_queue.items), None, ([frame],)))
 
     @property
-    def waiting(self) -> list[str]:
+    def waiting(self):
         return [json.loads(item[2][0][0].bytes)["name"] for item in self.msg_queue.items]
 
 
@@ -109,11 +109,11 @@ class NewKernel:
         (None, ClicksAfterTheCell),
     ],
 )
-def test_each_kernel_has_its_way(kernel: Any, way: type[ClicksAfterTheCell]) -> None:
+def test_each_kernel_has_its_way(kernel, way):
     assert type(clicks_for(kernel)) is way
 
 
-def test_colabs_kernel_is_known_by_its_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colabs_kernel_is_known_by_its_shell(monkeypatch):
     # Kaggle's image has it as well.
     monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
     assert type(clicks_for(OldKernel())) is ClicksByPump
@@ -123,7 +123,7 @@ def test_colabs_kernel_is_known_by_its_shell(monkeypatch: pytest.MonkeyPatch) ->
     assert type(clicks_for(kernel)) is ClicksInColab
 
 
-def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:
+def test_the_pump_handles_clicks_and_leaves_cells_in_their_order():
     kernel = OldKernel()
     for kind, name in (
         ("execute_request", "cell 1"),
@@ -140,7 +140,7 @@ def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:
     assert kernel.states == ["idle", "busy"] * 3
 
 
-def test_the_pump_loses_nothing_when_a_handler_is_interrupted() -> None:
+def test_the_pump_loses_nothing_when_a_handler_is_interrupted():
     kernel = OldKernel()
     for kind, name in (
         ("execute_request", "cell 1"),
@@ -154,7 +154,7 @@ def test_the_pump_loses_nothing_when_a_handler_is_interrupted() -> None:
     assert kernel.waiting == ["cell 1", "later", "cell 2"]
 
 
-def test_programs_that_run_notebooks_cannot_answer() -> None:
+def test_programs_that_run_notebooks_cannot_answer():
     for allowed in (True, False):
         parent = {"content": {"allow_stdin": allowed}}
         kernel = SimpleNamespace(get_parent=lambda _channel, parent=parent: parent)

@@ -35,11 +35,11 @@ _NEVER_READ = {"script", "style", "textarea", "pre", "code"}
 _NO_MATHS = {"tex2jax_ignore", "mathjax_ignore"}
 
 
-def nasty(place: str) -> str:
+def nasty(place):
     return NASTY.format(f"end of {place}")
 
 
-def failed() -> dict[str, str]:
+def failed():
     """Nasty text in each place that has text of the user's."""
     state = after(
         running(2, name=nasty("name")),
@@ -53,7 +53,7 @@ def failed() -> dict[str, str]:
     return render_snapshot(with_failed(state, [1], error=error), metrics([nasty("curve")]))
 
 
-def of_a_cell() -> dict[str, str]:
+def of_a_cell():
     state = after(running(1, name="In[3]"), wire.Output(rank=0, text=nasty("output") + "\n"))
     return render_slim(replace(state, notices=(nasty("notice"),)))
 
@@ -61,7 +61,7 @@ def of_a_cell() -> dict[str, str]:
 SNAPSHOTS = {"summary": failed, "cell": of_a_cell, "line": lambda: render_line(nasty("line"))}
 
 
-def converted(snapshot: dict[str, str], exporter: HTMLExporter | MarkdownExporter) -> str:
+def converted(snapshot, exporter):
     output = new_output("display_data", data=snapshot)
     notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
     nbformat.validate(notebook)
@@ -69,7 +69,7 @@ def converted(snapshot: dict[str, str], exporter: HTMLExporter | MarkdownExporte
 
 
 @pytest.mark.parametrize("name", SNAPSHOTS)
-def test_in_markdown_it_is_one_block_of_html(name: str) -> None:
+def test_in_markdown_it_is_one_block_of_html(name):
     text = converted(SNAPSHOTS[name](), MarkdownExporter())
     # What GitHub and others do: HTML begins with a line that begins with <div, and goes on until
     # an empty line.
@@ -81,7 +81,7 @@ def test_in_markdown_it_is_one_block_of_html(name: str) -> None:
         assert other is block or "end of" not in other
 
 
-def test_what_github_keeps_of_a_summary_says_it_all() -> None:
+def test_what_github_keeps_of_a_summary_says_it_all():
     state = after(
         running(2),
         wire.Output(rank=0, text="\x1b[31ma red line\x1b[0m\n"),
@@ -119,7 +119,7 @@ def test_what_github_keeps_of_a_summary_says_it_all() -> None:
 
 
 @pytest.mark.parametrize("name", SNAPSHOTS)
-def test_a_page_typesets_none_of_it(name: str) -> None:
+def test_a_page_typesets_none_of_it(name):
     page = Page()
     page.feed(converted(SNAPSHOTS[name](), HTMLExporter()))
     assert page.prices
@@ -129,22 +129,22 @@ def test_a_page_typesets_none_of_it(name: str) -> None:
 class Page(HTMLParser):
     """Finds text that MathJax would read: it skips some tags, and what has one of its classes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.prices = 0
         self.typeset: list[str] = []
         self._open: list[bool] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         if tag not in {"br", "img", "meta", "link", "col", "input", "hr"}:
             classes = set((dict(attrs).get("class") or "").split())
             self._open.append(tag in _NEVER_READ or classes >= _NO_MATHS)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if self._open:
             self._open.pop()
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if "$5" in data:
             self.prices += 1
             if not any(self._open):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -33,31 +32,31 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 class Page:
     """What a page shows: the content of each slot, and where slots were placed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.placed: list[str] = []
         self.num_messages = 0
         self.shown: dict[str, dict[str, Any]] = {}
         monkeypatch.setattr(display_slot, "display", self.display)
         monkeypatch.setattr(display_slot, "update_display", self.update)
 
-    def display(self, bundle: dict[str, Any], *, raw: bool, display_id: str) -> None:
+    def display(self, bundle, *, raw, display_id):
         self.placed.append(display_id)
         self.update(bundle, raw=raw, display_id=display_id)
 
-    def update(self, bundle: dict[str, Any], *, raw: bool, display_id: str) -> None:
+    def update(self, bundle, *, raw, display_id):
         assert raw
         self.num_messages += 1
         self.shown[display_id] = bundle
 
     @property
-    def only(self) -> dict[str, Any]:
+    def only(self):
         """The content of the only slot."""
         (bundle,) = self.shown.values()
         return bundle
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+def page(monkeypatch):
     """A page; runs that a test leaves open on it are ended."""
     monkeypatch.setattr(views, "_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(views, "_PANEL_SECONDS", 0.0)
@@ -74,14 +73,7 @@ _shown: list[Shown] = []
 class Shown:
     """A run without processes, whose state the test sets, and its view."""
 
-    def __init__(
-        self,
-        slot: DisplaySlot | None = None,
-        *,
-        waits: bool = True,
-        clicks: type[ClicksAfterTheCell] = ClicksAfterTheCell,
-        **more: Any,
-    ) -> None:
+    def __init__(self, slot=None, *, waits=True, clicks=ClicksAfterTheCell, **more):
         self.run: Any = SimpleNamespace(
             id="calm-otter",
             state=running(2),
@@ -102,30 +94,28 @@ class Shown:
         self.view.draw()
 
     @property
-    def panel(self) -> Any:
+    def panel(self):
         return self.view.panel
 
-    def field(self, label: str) -> Any:
+    def field(self, label):
         """A field or a button of the panel."""
         return field(self.panel.box, label)
 
-    def part(self, name: str) -> Any:
+    def part(self, name):
         """What the panel shows in one place: "na-body"."""
         return part(self.panel.box, name)
 
-    def end(self) -> None:
+    def end(self):
         """End the run, without what is sent a moment later."""
         self.run.state = succeeded(self.run.state)
         self.view.close(self.run.state)
 
-    def await_last_message(self) -> None:
+    def await_last_message(self):
         self.thread.join(10)
         assert not self.thread.is_alive()
 
 
-def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(page, monkeypatch):
     monkeypatch.setattr(views, "_PANEL_SECONDS", 600.0)
     before = live_widgets()
     shown = Shown()
@@ -140,9 +130,7 @@ def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
     assert live_widgets() == before
 
 
-def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(page, monkeypatch):
     monkeypatch.setattr(views, "_AGAIN_SECONDS", 0.2)
     slot = DisplaySlot()
     first = Shown(slot)
@@ -157,7 +145,7 @@ def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(
     assert "succeeded" in page.only["text/html"]
 
 
-def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -> None:
+def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page):
     shown = Shown()
     before = live_widgets()
     shown.view.reopen(shown.run)
@@ -178,9 +166,7 @@ def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -
         (ClicksBySubshell, "", "as well."),
     ],
 )
-def test_the_panel_says_where_clicks_wait(
-    page: Page, clicks: type[ClicksAfterTheCell], on_panel: str, on_stop: str
-) -> None:
+def test_the_panel_says_where_clicks_wait(page, clicks, on_panel, on_stop):
     shown = Shown(clicks=clicks)
     assert page.placed
     html = "".join(str(getattr(widget, "value", "")) for widget in shown.panel.box.children)
@@ -188,23 +174,21 @@ def test_the_panel_says_where_clicks_wait(
     assert shown.field("Stop").tooltip.endswith(on_stop)
 
 
-def inputs(widget: Any) -> list[Any]:
+def inputs(widget):
     """What a person can use of a tree of widgets: all but its boxes and what is only read."""
     return [one for one in inside(widget) if not isinstance(one, (ipywidgets.Box, ipywidgets.HTML))]
 
 
-def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(page, monkeypatch):
     """On ipykernel 7.4 an earlier click waits for the cell, and the cell maybe for the click."""
     let_through: list[Any] = []
     found: list[tuple[list[Any], list[Any]]] = []
 
     class Clicks(ClicksAfterTheCell):
-        def let_through(self, widget: Any) -> None:
+        def let_through(self, widget):
             let_through.append(widget)
 
-    def update(bundle: dict[str, Any], **more: Any) -> None:
+    def update(bundle, **more):
         if WIDGET in bundle:
             panel = live_widgets()[bundle[WIDGET]["model_id"]]
             found.append((inputs(panel), [*let_through]))
@@ -222,7 +206,7 @@ def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(
         assert widget.tooltip
 
 
-def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
+def test_stop_is_asked_for_once_however_often_it_is_clicked(page):
     stopped: list[bool] = []
     button = Shown(stop=lambda: stopped.append(True)).field("Stop")
     assert page.placed
@@ -233,9 +217,7 @@ def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
     assert stopped == [True]
 
 
-def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(page, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
     stopped: list[float] = []
@@ -246,7 +228,7 @@ def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(
     shown.run.state = replace(shown.run.state, status="stopping")
     shown.panel.read(shown.run.state)
 
-    def click_at(now: float) -> bool:
+    def click_at(now):
         clock.now = now
         shown.panel.draw(shown.run.state)
         button.click()
@@ -257,7 +239,7 @@ def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(
     assert stopped == [1000.0, 1002.0]
 
 
-def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_double_click_does_not_kill(page, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
     killed: list[float] = []
@@ -268,7 +250,7 @@ def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatc
     assert killed == [1006.5]
 
 
-def test_where_no_rank_tells_its_stack_the_panel_says_why(page: Page) -> None:
+def test_where_no_rank_tells_its_stack_the_panel_says_why(page):
     text = "the run has ended, or its keeper gave no answer\n"
     shown = Shown(stacks=lambda: text)
     assert page.placed
@@ -277,11 +259,11 @@ def test_where_no_rank_tells_its_stack_the_panel_says_why(page: Page) -> None:
     assert "ranks 0-1" in shown.part("na-note").value
 
 
-def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    def logs(rank: int | None, max_bytes: int | None = None) -> str:
+def test_what_cannot_be_drawn_stops_no_panel(page, monkeypatch):
+    def logs(rank, max_bytes=None):
         raise FileNotFoundError("run calm-otter was deleted from disk")
 
-    def fail(*_: Any, **_more: Any) -> None:
+    def fail(*_, **_more):
         drawn.set()
         raise ZeroDivisionError
 
@@ -297,17 +279,17 @@ def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.Mon
     await_link(shown, "was deleted from disk")
 
 
-def await_link(shown: Shown, *texts: str) -> None:
+def await_link(shown, *texts):
     """Wait until the panel has a link with these texts."""
     link = shown.part("na-link")
     eventually(lambda: all(text in link.value for text in texts), within=10, what=f"link: {texts}")
 
 
-def test_of_a_large_log_a_link_saves_the_end(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_log_a_link_saves_the_end(page, monkeypatch):
     monkeypatch.setattr(live_panel, "_MAX_LINK_BYTES", 3_000)
     asked: list[tuple[int | None, int]] = []
 
-    def last(rank: int | None, max_bytes: int) -> str:
+    def last(rank, max_bytes):
         asked.append((rank, max_bytes))
         return "the end\n" * 250
 
@@ -328,16 +310,16 @@ def test_of_a_large_log_a_link_saves_the_end(page: Page, monkeypatch: pytest.Mon
     assert asked == [(None, 3_000), (1, 3_000)]
 
 
-def displayed(rank: int, html: str) -> wire.Displayed:
+def displayed(rank, html):
     return wire.Displayed(rank=rank, data={"text/html": html, "text/plain": "<HTML>"})
 
 
-def displays_of(shown: Shown) -> Any:
+def displays_of(shown):
     """The widget with what a rank displayed."""
     return shown.panel.box.children[-2]
 
 
-def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page: Page) -> None:
+def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page):
     shown = Shown()
     shown.run.state = after(shown.run.state, displayed(0, "<i>of 0</i>"))
     shown.view.update(shown.run.state)
@@ -357,9 +339,7 @@ def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page: P
     assert len(page.shown) == before + 1
 
 
-def test_what_is_displayed_in_a_loop_does_not_flood_the_page(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_displayed_in_a_loop_does_not_flood_the_page(page, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
     shown = Shown()
@@ -384,9 +364,7 @@ def test_what_is_displayed_in_a_loop_does_not_flood_the_page(
 
 
 @pytest.mark.parametrize("limit", ["_MAX_ENDED", "_MAX_ENDED_SIZE"])
-def test_widgets_of_older_runs_are_closed(
-    page: Page, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_widgets_of_older_runs_are_closed(page, monkeypatch, limit):
     monkeypatch.setattr(live_panel, limit, 1)
     monkeypatch.setattr(live_panel, "_ended", deque())
     left: list[int] = []
@@ -399,11 +377,11 @@ def test_widgets_of_older_runs_are_closed(
     assert page.placed
 
 
-def test_what_a_page_chooses_at_the_news_of_more_options_stays_chosen() -> None:
+def test_what_a_page_chooses_at_the_news_of_more_options_stays_chosen():
     widgets = PanelWidgets()
     choice = widgets.make(ipywidgets.Dropdown, options=["first"])
 
-    def tell(data: dict[str, Any], **_: Any) -> None:
+    def tell(data, **_):
         if "_options_labels" in data["state"]:
             choice.set_state({"index": 2})
 
@@ -414,15 +392,15 @@ def test_what_a_page_chooses_at_the_news_of_more_options_stays_chosen() -> None:
     widgets.close()
 
 
-def test_a_clone_form_opens_again_only_where_nothing_else_was_done_with_it() -> None:
+def test_a_clone_form_opens_again_only_where_nothing_else_was_done_with_it():
     goes_on, widgets = threading.Semaphore(0), PanelWidgets()
     said: list[str] = []
 
-    def clone(*_: Any, **__: Any) -> str:
+    def clone(*_, **__):
         goes_on.acquire()
         raise ValueError("no step came")
 
-    def train(lr: float) -> None: ...
+    def train(lr): ...
 
     run: Any = SimpleNamespace(state=running(2))
     form = CloneForm(widgets, lambda: Cloneable(run, partial(train, 0.1), clone), said.append)

@@ -2,17 +2,14 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator
 from html import unescape
-from pathlib import Path
-from typing import Any
 
 import nbclient
 import nbformat
 import pytest
 from jupyter_client.session import Session
 
-from tests.notebook.kernels import TRAIN, Console, Kernel, Reply, Seen, VSCode, open_kernel
+from tests.notebook.kernels import TRAIN, Console, VSCode, open_kernel
 
 SETUP = (
     """
@@ -38,7 +35,7 @@ def train_and_draw(steps):
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
+def kernel():
     with open_kernel() as kernel:
         assert kernel.run(SETUP).status == "ok"
         yield kernel
@@ -48,20 +45,20 @@ def kernel() -> Iterator[Kernel]:
 FORGET = "from notebook_accel.launch import run_list; run_list._known.clear()"
 
 
-def run(kernel: Kernel, code: str, *, allow_stdin: bool = True) -> Reply:
+def run(kernel, code, *, allow_stdin=True):
     return kernel.run(textwrap.dedent(code), allow_stdin=allow_stdin)
 
 
-def summaries(kernel: Kernel) -> list[str]:
+def summaries(kernel):
     return [one["data"].get("text/html", "") for one in kernel.displays.values()]
 
 
-def kinds(reply: Reply) -> list[set[str]]:
+def kinds(reply):
     """The MIME types of each output that a notebook saves."""
     return [set(output["data"]) for output in reply.outputs]
 
 
-def test_a_launch_that_fails_does_not_say_for_ever_that_it_starts(kernel: Kernel) -> None:
+def test_a_launch_that_fails_does_not_say_for_ever_that_it_starts(kernel):
     run(kernel, "import os; runs_folder = os.environ['NOTEBOOK_ACCEL_RUNS']")
     run(kernel, "os.environ['NOTEBOOK_ACCEL_RUNS'] = '/dev/null/no'")
     kernel.first.clear()
@@ -73,9 +70,7 @@ def test_a_launch_that_fails_does_not_say_for_ever_that_it_starts(kernel: Kernel
     run(kernel, "os.environ['NOTEBOOK_ACCEL_RUNS'] = runs_folder")
 
 
-def test_the_live_panel_gives_way_to_a_summary_that_is_sent_again(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+def test_the_live_panel_gives_way_to_a_summary_that_is_sent_again(kernel, tmp_path):
     count = "import comm; print(len(comm.get_comm_manager().comms))"
     before = int(run(kernel, count).text)
     reply, html = kernel.train_with_panel(tmp_path)
@@ -90,11 +85,11 @@ def test_the_live_panel_gives_way_to_a_summary_that_is_sent_again(
     assert run(kernel, "print(run.results)").text == "[0, 1]\n"
 
 
-def _sent(kernel: Kernel, kind: str) -> int:
+def _sent(kernel, kind):
     return sum(seen.kind == kind for seen in kernel.seen)
 
 
-def test_a_run_of_an_earlier_kernel_is_drawn(kernel: Kernel) -> None:
+def test_a_run_of_an_earlier_kernel_is_drawn(kernel):
     run(kernel, "run = notebook_launcher(train_and_draw, (2,), num_processes=2)")
     run(kernel, FORGET)
     shown = run(kernel, "run = find_run(run.id); run.show()")
@@ -110,7 +105,7 @@ def test_a_run_of_an_earlier_kernel_is_drawn(kernel: Kernel) -> None:
     assert "<i>from 1</i>" in [data.get("text/html") for data in displayed]
 
 
-def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel: Kernel) -> None:
+def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel):
     reply = run(kernel, "notebook_launcher(fail, num_processes=2)")
     text = "\n".join(reply.traceback)
     assert re.search("rank [01] failed:\n(.*\n)+ValueError: bad batch\n", text)
@@ -124,7 +119,7 @@ def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel: Kernel) ->
         assert shown.count('raise ValueError("bad batch")') == 1
 
 
-def test_an_error_keeps_its_traceback_for_the_debugger(kernel: Kernel) -> None:
+def test_an_error_keeps_its_traceback_for_the_debugger(kernel):
     run(kernel, "1 / 0")
     run(kernel, "notebook_launcher(fail, num_processes=1)")
     reply = run(
@@ -155,7 +150,7 @@ def test_an_error_keeps_its_traceback_for_the_debugger(kernel: Kernel) -> None:
     assert "/ipykernel_" not in shown
 
 
-def test_an_error_inside_of_the_persons_own_function_names_its_lines(kernel: Kernel) -> None:
+def test_an_error_inside_of_the_persons_own_function_names_its_lines(kernel):
     reply = run(
         kernel,
         """
@@ -170,7 +165,7 @@ def test_an_error_inside_of_the_persons_own_function_names_its_lines(kernel: Ker
     assert "notebook_accel/launch" not in text
 
 
-def test_an_interrupt_is_told_in_few_lines(kernel: Kernel, tmp_path: Path) -> None:
+def test_an_interrupt_is_told_in_few_lines(kernel, tmp_path):
     ready = tmp_path / "ready"
     cell = kernel.start(
         f"""
@@ -206,9 +201,7 @@ notebook_launcher(wait, num_processes=1)
     assert "this process has launched no run yet" in error
 
 
-def test_a_plain_loop_that_is_stopped_says_what_to_type_for_what_was_trained(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+def test_a_plain_loop_that_is_stopped_says_what_to_type_for_what_was_trained(kernel, tmp_path):
     ready = tmp_path / "ready"
     kernel.displays.clear()
     cell = kernel.start(
@@ -244,8 +237,8 @@ mine = notebook_launcher(endless, num_processes=2)
 
 
 def test_what_a_page_does_with_the_form_is_done_in_its_order_also_while_a_cell_computes(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+    kernel, tmp_path
+):
     """A Save that came before the name that was typed would write to another file."""
     before = len(kernel.seen)
     run(kernel, "from notebook_accel import config_picker\npicker = config_picker({})\npicker")
@@ -265,9 +258,7 @@ def test_what_a_page_does_with_the_form_is_done_in_its_order_also_while_a_cell_c
     kernel.finish(cell)
 
 
-def test_the_notebook_stays_free_and_the_page_is_not_flooded(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+def test_the_notebook_stays_free_and_the_page_is_not_flooded(kernel, tmp_path):
     """Two ranks print as fast as they can until another cell has answered."""
     answered = tmp_path / "answered"
     run(
@@ -306,16 +297,16 @@ def test_the_notebook_stays_free_and_the_page_is_not_flooded(
     assert max(message.size for message in seen) < 20_000
 
 
-def _span(seen: list[Seen]) -> float:
+def _span(seen):
     return seen[-1].when - seen[0].when if seen else 0.0
 
 
-def by_nbclient(notebook: Any, folder: Path) -> Any:
+def by_nbclient(notebook, folder):
     resources = {"metadata": {"path": folder}}
     return nbclient.NotebookClient(notebook, timeout=60, resources=resources).execute()
 
 
-def by_papermill(notebook: Any, folder: Path) -> Any:
+def by_papermill(notebook, folder):
     import papermill
 
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
@@ -328,9 +319,7 @@ def by_papermill(notebook: Any, folder: Path) -> Any:
 @pytest.mark.parametrize(
     "execute", [by_nbclient, pytest.param(by_papermill, marks=pytest.mark.long)]
 )
-def test_an_executed_notebook_holds_the_summary_once(
-    execute: Callable[[Any, Path], Any], tmp_path: Path
-) -> None:
+def test_an_executed_notebook_holds_the_summary_once(execute, tmp_path):
     cells = [
         SETUP,
         "run = notebook_launcher(train, (20,), num_processes=2)",
@@ -355,7 +344,7 @@ def test_an_executed_notebook_holds_the_summary_once(
     assert outputs[3][-1]["text"].endswith("[0]\n")
 
 
-def test_a_frontend_that_draws_no_updates_prints_lines_and_then_the_summary() -> None:
+def test_a_frontend_that_draws_no_updates_prints_lines_and_then_the_summary():
     with open_kernel(page=Console, session=Session) as kernel:
         run(kernel, TRAIN)
         run(kernel, "from notebook_accel import notebook_launcher")
@@ -371,9 +360,7 @@ def test_a_frontend_that_draws_no_updates_prints_lines_and_then_the_summary() ->
             assert sum("✓ succeeded" in text for text in summaries) == shown
 
 
-def test_an_interrupt_or_a_reload_while_the_first_launch_says_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_or_a_reload_while_the_first_launch_says_starting(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_WARM", "0")
     go_on = tmp_path / "go on"
     launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
@@ -412,7 +399,7 @@ def test_an_interrupt_or_a_reload_while_the_first_launch_says_starting(
             assert sum("succeeded" in text for text in outputs) == shown_here
 
 
-def test_hidden_requests_of_vs_code_hide_no_panel_and_no_summary(tmp_path: Path) -> None:
+def test_hidden_requests_of_vs_code_hide_no_panel_and_no_summary(tmp_path):
     with open_kernel(page=VSCode) as kernel:
         assert isinstance(kernel, VSCode)
         run(kernel, TRAIN)
@@ -429,7 +416,7 @@ def test_hidden_requests_of_vs_code_hide_no_panel_and_no_summary(tmp_path: Path)
         assert kernel.listen_until(is_over, seconds=60)
 
 
-def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Kernel) -> None:
+def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel):
     code = "run = notebook_launcher(draw, num_processes=2, block=False)"
     (panel,) = run(kernel, code).outputs
     # A cell that waits for it has no part of it.

@@ -5,7 +5,6 @@ import pytest
 
 from notebook_accel import ConfigError, notebook_launcher, runs
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks, launcher
 from notebook_accel.notebook.rank_displays import OnDemand
@@ -21,18 +20,18 @@ log_line_prefix_template
 class FakeKernel:
     """A kernel as the choice of a view sees it."""
 
-    def __init__(self, *, live: bool) -> None:
+    def __init__(self, *, live):
         self.live = live
 
-    def get_parent(self, _channel: str) -> dict[str, Any]:
+    def get_parent(self, _channel):
         return {"content": {"allow_stdin": self.live}}
 
 
-def train() -> None:
+def train():
     raise AssertionError("nothing may be started")
 
 
-def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords() -> None:
+def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords():
     parameters = inspect.signature(notebook_launcher).parameters
     positional = [
         name
@@ -44,7 +43,7 @@ def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords() -> None
     assert parameters["view"].default == "auto"
 
 
-def test_an_argument_that_nobody_knows_is_refused_in_a_line() -> None:
+def test_an_argument_that_nobody_knows_is_refused_in_a_line():
     launch: Any = notebook_launcher
     with pytest.raises(ConfigError, match=r"'num_proceses'; did you mean num_processes\?"):
         launch(train, num_proceses=2)
@@ -73,9 +72,7 @@ def test_an_argument_that_nobody_knows_is_refused_in_a_line() -> None:
         ({"args": (1,)}, ["train()", "too many positional"]),
     ],
 )
-def test_bad_input_says_what_was_given_and_what_to_do(
-    arguments: dict[str, Any], words: list[str]
-) -> None:
+def test_bad_input_says_what_was_given_and_what_to_do(arguments, words):
     before = runs()
     with pytest.raises(ConfigError) as caught:
         notebook_launcher(train, **arguments)
@@ -83,9 +80,7 @@ def test_bad_input_says_what_was_given_and_what_to_do(
     assert runs() == before
 
 
-def test_what_a_call_says_wins_also_where_it_is_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_call_says_wins_also_where_it_is_the_default(monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(launcher, "launch", lambda request: seen.append(request.config))
     config = LaunchConfig(debug=True, grace=3.0, engine="inline", num_processes=1)
@@ -98,7 +93,7 @@ def test_what_a_call_says_wins_also_where_it_is_the_default(
     assert seen[1].num_processes == 1
 
 
-def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(launcher, "launch", seen.append)
     notebook_launcher(train, mixed_precision="FP16", use_port="29500")
@@ -122,17 +117,13 @@ def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch: pytest.M
         ("none", True, OnDemand),
     ],
 )
-def test_the_view_fits_where_the_code_runs(
-    monkeypatch: pytest.MonkeyPatch, name: str, live: bool | None, expected: type[View]
-) -> None:
+def test_the_view_fits_where_the_code_runs(monkeypatch, name, live, expected):
     kernel = None if live is None else FakeKernel(live=live)
     monkeypatch.setattr(clicks, "find_kernel", lambda: kernel)
     assert type(choose_view(name)) is expected
 
 
-def test_widgets_where_no_updates_are_drawn_are_plain_lines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_widgets_where_no_updates_are_drawn_are_plain_lines(monkeypatch):
     monkeypatch.setattr(clicks, "find_kernel", lambda: FakeKernel(live=True))
     monkeypatch.setattr(clicks, "draws_updates", lambda kernel: False)
     assert type(choose_view("widgets")) is Transcript

@@ -17,32 +17,32 @@ from tests.notebook.widgets import classes, field, part
 from tests.render.test_markup import HOSTILE, Tags
 
 
-def output(rank: int, text: str) -> wire.Output:
+def output(rank, text):
     # All at one time: each second has lines of its own.
     return wire.Output(rank=rank, text=text, wall=1000.0)
 
 
-def view_of(state: Any) -> LogView:
+def view_of(state):
     saved = lambda rank: Markup(f"<a>{'all' if rank is None else rank}</a>")  # noqa: E731
     return LogView(state, PanelWidgets(), saved=saved)
 
 
-def blocks(view: LogView) -> list[Any]:
+def blocks(view):
     """The widgets of the blocks, as the page lays them out."""
     shown = [widget for widget in part(view.box, "na-blocks").children if widget.value]
     return sorted(shown, key=lambda widget: int(re.findall(r"order:(\d+)", widget.value)[0]))
 
 
-def text(view: LogView) -> str:
+def text(view):
     return "\n".join(Tags(widget.value).text for widget in blocks(view))
 
 
-def draw_all(view: LogView, state: Any) -> None:
+def draw_all(view, state):
     while view.draw(state):
         pass
 
 
-def test_new_lines_change_the_newest_block_alone() -> None:
+def test_new_lines_change_the_newest_block_alone():
     state = after(running(1), output(0, "".join(f"line {n}\n" for n in range(250))))
     view = view_of(state)
     view.read(state)
@@ -58,7 +58,7 @@ def test_new_lines_change_the_newest_block_alone() -> None:
     assert text(view).endswith("line 250")
 
 
-def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
+def test_widgets_are_used_again_and_lines_stay_in_order():
     state = running(1)
     view = view_of(state)
     for start in range(0, 20_000, 500):
@@ -72,9 +72,7 @@ def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
     assert len(part(view.box, "na-blocks").children) <= 40
 
 
-def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there(monkeypatch):
     state = running(1)
     view = view_of(state)
     sent: list[Any] = []
@@ -94,7 +92,7 @@ def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there
     assert len(numbers) > 1500
 
 
-def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> None:
+def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too():
     state = after(running(2), output(0, "a loss\nb\n"), output(1, "\x1b[32mLo\x1b[0mss\nc\n"))
     view = view_of(state)
     view.read(state)
@@ -114,7 +112,7 @@ def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> N
     assert text(view) == "a loss\nb"
 
 
-def test_a_search_says_how_many_lines_it_has_found() -> None:
+def test_a_search_says_how_many_lines_it_has_found():
     state = after(running(1), output(0, "a\n"))
     view = view_of(state)
     view.read(state)
@@ -141,7 +139,7 @@ def test_a_search_says_how_many_lines_it_has_found() -> None:
 # ---- the lines, without widgets
 
 
-def send_all(window: LogWindow) -> dict[int, str]:
+def send_all(window):
     """The HTML of every block that the page lacks, by number."""
     sent = {}
     while (block := window.next_block()) is not None:
@@ -149,7 +147,7 @@ def send_all(window: LogWindow) -> dict[int, str]:
     return sent
 
 
-def test_a_page_is_sent_only_what_it_lacks() -> None:
+def test_a_page_is_sent_only_what_it_lacks():
     window = LogWindow([0])
     state = after(running(1), output(0, "".join(f"line {n}\n" for n in range(150))))
     window.read(state)
@@ -164,8 +162,8 @@ def test_a_page_is_sent_only_what_it_lacks() -> None:
     assert "one more" in second[1]
 
 
-def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later() -> None:
-    def came(text: str, wall: float) -> wire.Output:
+def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later():
+    def came(text, wall):
         return wire.Output(rank=0, text=text, wall=wall)
 
     clock = lambda wall: time.strftime("%H:%M:%S", time.localtime(wall))  # noqa: E731
@@ -182,7 +180,7 @@ def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later()
         assert found == [(clock(second), lines) for second, lines in expected]
 
 
-def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one() -> None:
+def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one():
     window = LogWindow([0, 1])
     state = after(running(2), output(0, "half"), output(1, "whole\n"))
     window.read(state)
@@ -191,7 +189,7 @@ def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one() -> N
     assert Tags(send_all(window)[0]).text == "1whole0half and half"
 
 
-def test_in_a_flood_the_newest_lines_come_first_and_a_gap_is_marked_until_it_is_filled() -> None:
+def test_in_a_flood_the_newest_lines_come_first_and_a_gap_is_marked_until_it_is_filled():
     window = LogWindow([0])
     state = after(running(1), output(0, "x\n" * 100))
     window.read(state)
@@ -211,7 +209,7 @@ def test_in_a_flood_the_newest_lines_come_first_and_a_gap_is_marked_until_it_is_
     "line",
     [HOSTILE, "x" * 1_000_000, "<" * 9999, '"\\' * 999, "語" * 5000, "\x1b[31mx\x1b[0m" * 900],
 )
-def test_a_block_fits_into_a_message_whatever_ranks_print(line: str) -> None:
+def test_a_block_fits_into_a_message_whatever_ranks_print(line):
     window = LogWindow([0, 1])
     state = running(2)
     for _ in range(30):

@@ -1,5 +1,4 @@
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from notebook_accel.notebook import magics, session
 
 
 @pytest.fixture
-def shell() -> Iterator[Any]:
+def shell():
     """A shell that has the magic, the one that ``get_ipython`` gives."""
     main = sys.modules["__main__"]
     config = Config(HistoryManager={"enabled": False})
@@ -27,25 +26,21 @@ def shell() -> Iterator[Any]:
     sys.modules["__main__"] = main
 
 
-def shown(shell: Any, text: str, capsys: pytest.CaptureFixture[str]) -> tuple[bool, str]:
+def shown(shell, text, capsys):
     """Whether the cell succeeds, and all that it shows, from the first non-empty line on."""
     capsys.readouterr()
     success = shell.run_cell(text, store_history=True).success
     return success, capsys.readouterr().out.strip()
 
 
-def test_a_syntax_error_looks_as_in_any_other_cell(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_syntax_error_looks_as_in_any_other_cell(shell, capsys):
     plain = shown(shell, "a = 0\na = 1\nb = 2\nc = = 3", capsys)
     magic = shown(shell, "%%accelerate\na = 1\nb = 2\nc = = 3", capsys)
     assert "line 4\n    c = = 3\n        ^\nSyntaxError:" in magic[1]
     assert magic == (False, plain[1].replace("In[1]", "In[2]"))
 
 
-def test_new_ranks_refuse_what_only_a_session_does(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_ranks_refuse_what_only_a_session_does(shell, capsys):
     for options in ("--ranks 0", "--bg --pull x", "--push x --no-push"):
         capsys.readouterr()
         shell.run_cell(f"%%accelerate --fresh {options}\n1")
@@ -53,9 +48,7 @@ def test_new_ranks_refuse_what_only_a_session_does(
         assert f"--fresh and {named}: new ranks" in "".join(capsys.readouterr())
 
 
-def test_help_is_shown_and_the_cell_does_not_run(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_shown_and_the_cell_does_not_run(shell, capsys):
     for option in ("-h", "--help"):
         success, text = shown(shell, f"%%accelerate {option}\nno python", capsys)
         assert success
@@ -66,16 +59,12 @@ def test_help_is_shown_and_the_cell_does_not_run(
         assert "%accelerate pull a,b " in text
 
 
-def test_what_the_line_magic_says_without_a_session(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_line_magic_says_without_a_session(shell, capsys):
     assert "the first %%accelerate cell starts one" in shown(shell, "%accelerate", capsys)[1]
     assert "there is no session" in shown(shell, "%accelerate stop", capsys)[1]
 
 
-def test_ranks_and_commands_that_make_no_sense_are_refused(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_and_commands_that_make_no_sense_are_refused(shell, capsys):
     for ranks in ("0-99999999999", "2-1", "0,3-2", "1_0", "²", "-1", "1-", ""):
         capsys.readouterr()
         assert not shell.run_cell(f"%%accelerate --ranks={ranks}\n1").success
@@ -93,9 +82,7 @@ def test_ranks_and_commands_that_make_no_sense_are_refused(
         assert words in "".join(capsys.readouterr())
 
 
-def test_only_what_a_call_itself_gives_must_fit_the_session(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_what_a_call_itself_gives_must_fit_the_session(monkeypatch):
     has = LaunchConfig(debug=True, grace=3, devices=[0, 1], env={"KEY": "secret"})
     running = SimpleNamespace(config=has, world_size=2, lost_with_device=())
     monkeypatch.setattr(session, "_session", running)
@@ -114,9 +101,7 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
         assert "secret" not in str(caught.value)
 
 
-def test_a_quoted_option_is_what_stands_between_the_quotes(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quoted_option_is_what_stands_between_the_quotes(shell, capsys):
     for line in (
         "%%accelerate --config 'my settings.yaml'\n1",
         '%accelerate start --config="my settings.yaml"',
@@ -128,9 +113,7 @@ def test_a_quoted_option_is_what_stands_between_the_quotes(
     assert "%%accelerate --write 'my script.py: No closing" in "".join(capsys.readouterr())
 
 
-def test_names_are_written_as_python_writes_them(
-    shell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_written_as_python_writes_them(shell, monkeypatch):
     asked: list[tuple[str, ...]] = []
     running = SimpleNamespace(push=asked.append, pull=lambda names, rank: asked.append(names))
     monkeypatch.setattr(session, "current_session", lambda: running)

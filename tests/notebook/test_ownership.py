@@ -1,8 +1,5 @@
 """Whether a session gets a name again: what a look at a value sees, and what it costs."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,15 +11,15 @@ from notebook_accel.notebook.ownership import look_at, names_used
 LARGE = 100_000_001
 
 
-def _large() -> Any:
+def _large():
     return np.zeros(LARGE, np.uint8)
 
 
-def _weights() -> torch.Tensor:
+def _weights():
     return torch.zeros(500_000)
 
 
-def _write_through(value: Any) -> None:
+def _write_through(value):
     value["x"].numpy()[:] = 1
 
 
@@ -38,9 +35,7 @@ def _write_through(value: Any) -> None:
     ],
     ids=["element", "array", "tensor", "tensor.data", "tensor.numpy()", "small tensor.numpy()"],
 )
-def test_a_change_within_a_value_is_seen(
-    make: Callable[[], Any], change: Callable[[Any], Any]
-) -> None:
+def test_a_change_within_a_value_is_seen(make, change):
     value = make()
     before = look_at("value", value)
     assert look_at("value", value) == before, "nothing has changed"
@@ -48,7 +43,7 @@ def test_a_change_within_a_value_is_seen(
     assert look_at("value", value).digest != before.digest
 
 
-def test_names_are_found_where_memory_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_found_where_memory_is_not_looked_at(monkeypatch):
     main = cells.main_namespace()
     monkeypatch.setitem(main, "of_main", 1)
     function = eval("lambda: of_main", main)
@@ -56,8 +51,8 @@ def test_names_are_found_where_memory_is_not_looked_at(monkeypatch: pytest.Monke
     assert names_used(value) == look_at("value", value).names == {"of_main"}
 
 
-def test_names_are_found_without_the_memory_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(_storage: Any) -> None:
+def test_names_are_found_without_the_memory_of_tensors(monkeypatch):
+    def read(_storage):
         raise AssertionError("of a device, all of it would be copied to the host")
 
     monkeypatch.setattr(pickling, "memory_of", read)

@@ -2,15 +2,14 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import expect
 
 from tests.notebook.kernels import INSTALLED
-from tests.notebook.lab import Notebook, open_browser, open_lab
+from tests.notebook.lab import open_browser, open_lab
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
@@ -143,9 +142,7 @@ def many():
 
 
 @pytest.fixture(scope="module", params=["lab", pytest.param("notebook", marks=pytest.mark.long)])
-def notebook(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, chromium: str
-) -> Iterator[Notebook]:
+def notebook(request, tmp_path_factory, chromium):
     """One in each app, with a kernel of its own: all tests add their cells to it."""
     folder = tmp_path_factory.mktemp("lab")
     with open_lab(folder, [INSTALLED]) as lab, open_browser(chromium) as browser:
@@ -158,15 +155,15 @@ def notebook(
         notebook.close()
 
 
-def wait_for(output: Locator, words: str | re.Pattern[str]) -> None:
+def wait_for(output, words):
     output.get_by_text(words).first.wait_for(timeout=30_000)
 
 
-def choose(output: Locator, label: str, option: str) -> None:
+def choose(output, label, option):
     output.get_by_label(label).select_option(label=option)
 
 
-def zoom_by_two_clicks(output: Locator) -> None:
+def zoom_by_two_clicks(output):
     """From a third of the first chart's width to two thirds, while the panel is drawn anew."""
     stripes, steps = output.locator("[data-steps]").first, output.get_by_label("Steps")
     # In one look: the chart that is found is replaced five times a second.
@@ -184,14 +181,12 @@ def zoom_by_two_clicks(output: Locator) -> None:
     expect(output.locator(".na-chart-steps").first).to_have_text(words, timeout=30_000)
 
 
-def heights_of_run(notebook: Notebook) -> list[int]:
+def heights_of_run(notebook):
     """The heights that the output of the run had, one after the other."""
     return [height for height, _ in groupby(notebook.page.evaluate("() => window.heights"))]
 
 
-def test_the_output_grows_twice_and_nothing_shrinks_it_while_the_run_goes_on(
-    notebook: Notebook,
-) -> None:
+def test_the_output_grows_twice_and_nothing_shrinks_it_while_the_run_goes_on(notebook):
     """The first launch of a kernel says that it starts; then there is the panel, for good."""
     notebook.add(COMES)
     number = notebook.insert("run = notebook_launcher(comes, num_processes=2)")
@@ -204,9 +199,7 @@ def test_the_output_grows_twice_and_nothing_shrinks_it_while_the_run_goes_on(
     assert heights[-1] > 300, "it was seen"
 
 
-def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_chart(
-    notebook: Notebook,
-) -> None:
+def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_chart(notebook):
     notebook.add(SWEEP)
     number = notebook.insert("s = sweep(trains, space, metric='loss', concurrent=3, devices='cpu')")
     notebook.run(number)
@@ -238,7 +231,7 @@ def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_char
     expect(output.locator(".na-panel")).to_have_count(0)
 
 
-def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook: Notebook) -> None:
+def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook):
     notebook.add(SWEEP)
     number = notebook.insert("notebook_launcher(trains, (0.3,), num_processes=1)")
     notebook.run(number)
@@ -261,7 +254,7 @@ def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook: Notebook
     expect(output.locator("b").filter(has_text="trains")).to_have_count(1)
 
 
-def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
+def test_all_that_can_be_clicked(notebook, tmp_path):
     page = notebook.page
     notebook.add(SPEAK)
     number = notebook.insert(
@@ -391,7 +384,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     assert len(re.findall(r"Cell In\[\d+\]", fold)) == num_stacks
 
 
-def test_a_hang_is_shown_within_fifteen_seconds(notebook: Notebook) -> None:
+def test_a_hang_is_shown_within_fifteen_seconds(notebook):
     # The page itself notes when it shows what.
     notebook.page.evaluate(NOTE_TIMES)
     notebook.add(HANG)
@@ -434,7 +427,7 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebook: Notebook) -> None:
 
 
 @pytest.mark.long
-def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
+def test_of_many_ranks_one_is_picked_by_a_click(notebook):
     notebook.add(MANY)
     output = notebook.add("run = notebook_launcher(many, num_processes=17, devices='cpu')")
     wait_for(output, "I am 16")
@@ -494,9 +487,7 @@ print("all was sent")
 """
 
 
-def test_a_failed_run_has_its_traceback_in_a_fold_that_shows_the_last_line(
-    notebook: Notebook,
-) -> None:
+def test_a_failed_run_has_its_traceback_in_a_fold_that_shows_the_last_line(notebook):
     notebook.add(FAIL)
     output = notebook.add("run = notebook_launcher(fail, num_processes=2)")
     wait_for(output, "✗ failed")
@@ -521,7 +512,7 @@ DRAWN = (
 )
 
 
-def test_a_session_by_mouse_and_keyboard(notebook: Notebook) -> None:
+def test_a_session_by_mouse_and_keyboard(notebook):
     output = notebook.add(
         "%%accelerate -n 2\nimport os, time\npid, far_away_name = os.getpid(), rank\nrank * 10"
     )
@@ -566,7 +557,7 @@ def test_a_session_by_mouse_and_keyboard(notebook: Notebook) -> None:
     wait_for(notebook.add("%%accelerate\n'once ' + 'more'"), "ranks 0-1: 'once more'")
 
 
-def complete_and_run(notebook: Notebook) -> None:
+def complete_and_run(notebook):
     """Have Tab complete a name of the session in a cell of the notebook, which has no such name."""
     number = notebook.insert("")
     notebook.cell(number).scroll_into_view_if_needed()
@@ -585,7 +576,7 @@ def complete_and_run(notebook: Notebook) -> None:
     wait_for(notebook.output(number), "lives in the session: `%accelerate pull far_away_name`")
 
 
-def look_into_an_error(notebook: Notebook) -> None:
+def look_into_an_error(notebook):
     """Type commands of the debugger below a cell, as long as it asks for them."""
     failing = "%%accelerate\nfound = rank + 8640\nif rank == 1:\n    found / 0"
     wait_for(notebook.add(failing), "`%accelerate debug` looks into its frames")
@@ -596,7 +587,7 @@ def look_into_an_error(notebook: Notebook) -> None:
     output.locator(".jp-Stdin-input").first.wait_for(state="detached", timeout=30_000)
 
 
-def type_command(output: Locator, command: str) -> None:
+def type_command(output, command):
     """Type a line where the cell asks for one; the field of the line before stays a moment."""
     is_asked = "output => [...output.querySelectorAll('.jp-Stdin-input')].at(-1)?.value === ''"
     output.page.wait_for_function(is_asked, arg=output.element_handle(), timeout=30_000)
@@ -606,7 +597,7 @@ def type_command(output: Locator, command: str) -> None:
 
 
 @pytest.mark.long
-def test_the_doctor_sees_the_widgets_of_this_server(notebook: Notebook) -> None:
+def test_the_doctor_sees_the_widgets_of_this_server(notebook):
     output = notebook.add("%accelerate doctor")
     wait_for(output, re.compile(r"jupyterlab-manager 5\.\S+ in the Jupyter server"))
 
@@ -640,9 +631,7 @@ HAS_PLAIN_LISTS = """() => [...document.querySelectorAll('.na-picker select')].e
   (list) => getComputedStyle(list).backgroundImage === 'none')"""
 
 
-def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(notebook, tmp_path):
     form = notebook.add(FORM.format(seen=str(tmp_path / "seen")))
     # It has some 150 widgets, each of which the page asks for: a busy machine takes long.
     form.get_by_text("No accelerator").or_(form.get_by_label("Devices")).first.wait_for(
@@ -755,7 +744,7 @@ def turned(folder):
 """
 
 
-def test_knobs_pause_and_save_act_while_the_cell_waits(notebook: Notebook, tmp_path: Path) -> None:
+def test_knobs_pause_and_save_act_while_the_cell_waits(notebook, tmp_path):
     notebook.add(f"{SETUP}\n{TURNED}")  # the kernel may be a new one
     output = notebook.add(
         f"turning = notebook_launcher(turned, args=({str(tmp_path)!r},), num_processes=2)"
@@ -859,7 +848,7 @@ _STATES_FIT = """() => {
 }"""
 
 
-def check_layout(notebook: Notebook) -> None:
+def check_layout(notebook):
     before = notebook.page.viewport_size
     notebook.hide_sidebar()
     for width in (1200, 600, 400):
@@ -888,7 +877,7 @@ _TAGS_STAY = """() => {
 }"""
 
 
-def check_tags(notebook: Notebook) -> None:
+def check_tags(notebook):
     """Of the first lines of the log that are in sight one says which rank has printed them."""
     notebook.page.wait_for_function(f"() => ({_TAGS_STAY})().every(Boolean)", timeout=10_000)
 
@@ -915,12 +904,12 @@ _CLONE_HAS_ONE_LINE_OF_BUTTONS = """() => {
 }"""
 
 
-def check_summary_layout(notebook: Notebook) -> None:
+def check_summary_layout(notebook):
     """The table of the newest summary has columns in each window, and scrolls in a narrow one."""
     _check_in_windows(notebook, (400, 600), _HAS_COLUMNS)
 
 
-def _check_in_windows(notebook: Notebook, widths: Sequence[int], condition: str) -> None:
+def _check_in_windows(notebook, widths, condition):
     before = notebook.page.viewport_size
     notebook.hide_sidebar()
     for width in widths:

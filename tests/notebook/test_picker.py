@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from html import unescape
 from math import inf
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +47,7 @@ LABELS = {name: one.label for name, one in settings_of(LaunchConfig).items()}
 
 
 @pytest.fixture(autouse=True)
-def _folder_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _folder_of_nobody(monkeypatch, tmp_path):
     for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
@@ -58,7 +57,7 @@ def _folder_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 class Form:
     """A form as a person has it before him."""
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config=None):
         self.picker = config_picker(config)
         self.box = self.picker.box
         self.save, self.load, self.launch = (
@@ -67,24 +66,24 @@ class Form:
         self.message = self.box.children[-1]
         self.plugins = [one for one in self.box.children if "na-plugin" in classes(one)]
 
-    def field(self, name: str) -> Any:
+    def field(self, name):
         """The field of a setting, or one with that label."""
         return field(self.box, LABELS.get(name) or name)
 
-    def note(self, name: str) -> str:
+    def note(self, name):
         """What stands beside a field."""
         rows = (one.children for one in inside(self.box) if "na-row" in classes(one))
         return next(note.value for widget, note in rows if widget is self.field(name))
 
     @property
-    def texts(self) -> list[str]:
+    def texts(self):
         """The code and the YAML, each of which has a button beside it."""
         shown = (one.value for one in self.box.children if "na-code" in classes(one))
         boxes = (value.removeprefix("<pre>").partition("</pre>")[0] for value in shown)
         return [unescape(text) for text in boxes]
 
 
-def test_an_open_field_says_which_default_is_taken() -> None:
+def test_an_open_field_says_which_default_is_taken():
     form = Form()
     fields = [form.field(name) for name in LABELS.keys() - PLUGINS.keys()]
     fields += [one for box in form.plugins for one in inputs_in(box)]
@@ -101,12 +100,12 @@ def test_an_open_field_says_which_default_is_taken() -> None:
     assert shown["transformer_cls_names_to_wrap"] == "default: the model's _no_split_modules"
 
 
-def inputs_in(box: Any) -> list[Any]:
+def inputs_in(box):
     return [one for one in inside(box) if hasattr(one, "description") and one.description]
 
 
 @pytest.mark.parametrize("config", [LaunchConfig(), FULL])
-def test_a_form_gives_back_what_it_was_filled_with(config: LaunchConfig, tmp_path: Path) -> None:
+def test_a_form_gives_back_what_it_was_filled_with(config, tmp_path):
     form = Form(config)
     assert form.picker.config == config
     code, text = form.texts
@@ -124,7 +123,7 @@ def test_a_form_gives_back_what_it_was_filled_with(config: LaunchConfig, tmp_pat
     assert other.picker.config == config
 
 
-def test_the_code_and_the_yaml_of_an_infinite_number_mean_it() -> None:
+def test_the_code_and_the_yaml_of_an_infinite_number_mean_it():
     config = LaunchConfig(grace=inf, deepspeed={"zero_stage": 2, "gradient_clipping": inf})
     scope: dict[str, Any] = {}
     exec(as_code(config, None, "").rpartition("\n")[0], scope)
@@ -147,7 +146,7 @@ WRONG = {
 }
 
 
-def test_the_reason_stands_beside_the_field_that_it_is_about() -> None:
+def test_the_reason_stands_beside_the_field_that_it_is_about():
     form = Form()
     # Two settings that do not go together.
     form.field("num_processes").value = "2"
@@ -168,7 +167,7 @@ def test_the_reason_stands_beside_the_field_that_it_is_about() -> None:
 
 
 @pytest.mark.parametrize("typed", ["NAME=value", "A: 1\nB=2", "A:1", "GLOB: *.txt", "- A"])
-def test_variables_that_are_no_yaml_are_told_how_the_form_has_them(typed: str) -> None:
+def test_variables_that_are_no_yaml_are_told_how_the_form_has_them(typed):
     form = Form()
     form.field("env").value = typed
     assert "NAME: value" in form.note("env")
@@ -176,7 +175,7 @@ def test_variables_that_are_no_yaml_are_told_how_the_form_has_them(typed: str) -
     assert form.picker.config.env == {"N": "1", "IS_ON": "true", "GLOB": "*.txt"}
 
 
-def test_variables_stand_in_the_form_as_they_were_given() -> None:
+def test_variables_stand_in_the_form_as_they_were_given():
     form = Form(
         LaunchConfig(env={"B": "\N{LATIN SMALL LETTER E WITH ACUTE}", "A": "word " * 30 + "1"})
     )
@@ -185,9 +184,7 @@ def test_variables_stand_in_the_form_as_they_were_given() -> None:
     )
 
 
-def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(monkeypatch):
     Notebook(monkeypatch).define("train")
     form = Form(LaunchConfig())
     form.field("engine").value = "inline"
@@ -203,7 +200,7 @@ def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
         launcher.launch_below(print, (), {}, config=LaunchConfig(), slot=DisplaySlot())
 
 
-def test_options_unfold_with_their_strategy_and_are_checked() -> None:
+def test_options_unfold_with_their_strategy_and_are_checked():
     form = Form()
     strategy = form.field("Strategy")
     chosen = [names for _, names in strategy.options]
@@ -223,9 +220,7 @@ def test_options_unfold_with_their_strategy_and_are_checked() -> None:
     assert form.picker.config == LaunchConfig()
 
 
-def test_a_saved_file_is_where_it_was_asked_for_and_the_default_one_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_saved_file_is_where_it_was_asked_for_and_the_default_one_is_named(tmp_path):
     form = Form(FULL)
     form.field("File").value = "~/c.yaml"
     form.save.click()
@@ -236,7 +231,7 @@ def test_a_saved_file_is_where_it_was_asked_for_and_the_default_one_is_named(
     assert "each launch takes" in form.message.value
 
 
-def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_told(tmp_path):
     form = Form()
     form.field("File").value = str(tmp_path / "none.yaml")
     form.load.click()
@@ -256,7 +251,7 @@ def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
 class Notebook:
     """A notebook that displays nothing: its functions, and what was launched."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.kernel = object()
         self.user_ns: dict[str, Any] = {}
         self.after_cell: list[Any] = []
@@ -272,10 +267,10 @@ class Notebook:
         self.machine = Machine(found=Devices(kind="cpu"), **host)
         monkeypatch.setattr(picker_module, "look_at_machine", lambda: self.machine)
 
-    def define(self, name: str) -> Any:
+    def define(self, name):
         """Run a cell that defines a function."""
 
-        def function(rate: float) -> None: ...
+        def function(rate): ...
 
         function.__module__ = "__main__"
         self.user_ns[name] = function
@@ -283,12 +278,12 @@ class Notebook:
             call(None)
         return function
 
-    def show(self, form: Form, *, has: str) -> None:
+    def show(self, form, *, has):
         """Run a cell that shows a form, which then looks at the machine until it has a text."""
         form.picker._ipython_display_()
         eventually(lambda: has in form.box.children[1].value, within=10, what=has)
 
-    def launch(self, function: Any, args: Any, kwargs: Any, **given: Any) -> Any:
+    def launch(self, function, args, kwargs, **given):
         self.launched.append((function, args, kwargs))
         self.given = given
         state = SimpleNamespace(name="train", detached=False, hang=None)
@@ -302,7 +297,7 @@ class Notebook:
         return Run(call)
 
 
-def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_knows_functions_that_later_cells_define(monkeypatch):
     notebook = Notebook(monkeypatch)
     form = Form(LaunchConfig())
     notebook.show(form, has="2 CPU cores")
@@ -317,15 +312,13 @@ def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.Monk
     assert (function.options, function.value) == (("train", "evaluate"), "train")
 
 
-def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(monkeypatch):
     notebook = Notebook(monkeypatch)
     notebook.define("train")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     form = Form(LaunchConfig())
 
-    def told(number: str) -> tuple[str, bool]:
+    def told(number):
         form.field("num_processes").value = number
         assert not form.save.disabled, "the settings make sense elsewhere"
         return form.note("num_processes"), form.launch.disabled
@@ -357,9 +350,7 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
     assert not told("1")[1]
 
 
-def test_a_form_that_is_shown_again_shows_its_run_there_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_form_that_is_shown_again_shows_its_run_there_too(monkeypatch):
     notebook = Notebook(monkeypatch)
     notebook.define("train")
     form = Form(LaunchConfig())
@@ -375,7 +366,7 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     assert notebook.displayed[2:] == [shown, panel]
 
 
-def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch):
     LaunchConfig(num_processes=2, seed=5).save(default_config_path())
     monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "6")
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
@@ -383,7 +374,7 @@ def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch: pytest.Monke
     notebook.define("train")
     given: list[LaunchRequest] = []
 
-    def launch(request: LaunchRequest) -> Any:
+    def launch(request):
         given.append(request)
         return notebook.launch(request.function, request.args, request.kwargs)
 
@@ -406,9 +397,7 @@ def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch: pytest.Monke
     assert [args for _, args, _ in notebook.launched] == [(3,)] * 4
 
 
-def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(monkeypatch):
     notebook = Notebook(monkeypatch)
     train = notebook.define("train")
     form = Form(LaunchConfig())
@@ -433,9 +422,7 @@ def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
     assert (button.disabled, button.description) == (False, "Launch")
 
 
-def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(monkeypatch, tmp_path):
     """A kernel with subshells calls listeners in two threads, and a check clears what was said."""
     file = tmp_path / "picked.yaml"
     LaunchConfig(fsdp={"min_num_params": 1000}).save(file)
@@ -443,7 +430,7 @@ def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(
     form.field("File").value = str(file)
     click = threading.Thread(target=form.load.click, daemon=True)
 
-    def as_yaml_while_a_click_comes(config: LaunchConfig) -> str:
+    def as_yaml_while_a_click_comes(config):
         monkeypatch.setattr(picker_module, "as_yaml", as_yaml)
         click.start()
         # One that did not wait would be over long before.
@@ -458,7 +445,7 @@ def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(
     assert form.picker.config == LaunchConfig(fsdp={"min_num_params": 1000})
 
 
-def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
+def test_devices_are_listed_with_their_memory_and_names_are_escaped():
     host: dict[str, Any] = {"num_cores": 8, "memory": 64 * 2**30, "free_memory": 2**30}
     found = Devices(kind="cuda", names=("<i>H200</i>",), memory=(139 * 2**30,))
     text = devices_line(Machine(found=found, **host))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.notebook import rank_displays
 from notebook_accel.notebook.rank_displays import RankDisplays, by_rank
 from notebook_accel.render import snapshot
@@ -24,7 +23,7 @@ SVG = "<svg xmlns='http://www.w3.org/2000/svg'><text>ä</text></svg>"
 SCRIPT = "<script>\n\nlet x = '$5'\n</script>"
 
 
-def displaying(*texts: str, rank: int = 0, num_ranks: int = 1) -> RunState:
+def displaying(*texts, rank=0, num_ranks=1):
     messages = [wire.Displayed(rank=rank, data={"text/html": text}) for text in texts]
     return after(running(num_ranks), *messages)
 
@@ -41,7 +40,7 @@ def displaying(*texts: str, rank: int = 0, num_ranks: int = 1) -> RunState:
         ({"application/json": "{}", "text/plain": HOSTILE}, "pre", "<script>alert('x')"),
     ],
 )
-def test_each_kind_is_drawn_or_has_its_text(data: dict[str, str], tag: str, found: str) -> None:
+def test_each_kind_is_drawn_or_has_its_text(data, tag, found):
     page = Tags(render_displays(after(running(1), wire.Displayed(rank=0, data=data))))
     assert page.tags == ["div", tag]
     assert any(
@@ -49,9 +48,7 @@ def test_each_kind_is_drawn_or_has_its_text(data: dict[str, str], tag: str, foun
     )
 
 
-def test_the_newest_that_have_room_are_shown_and_the_others_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_newest_that_have_room_are_shown_and_the_others_counted(monkeypatch):
     monkeypatch.setattr(snapshot, "_MAX_BYTES", 200)
     assert render_displays(running(2)) == ""
     page = Tags(render_displays(displaying("<i>old</i>", "x" * 50, "<b>new</b>", num_ranks=2)))
@@ -70,7 +67,7 @@ def test_the_newest_that_have_room_are_shown_and_the_others_counted(
     assert page.text.startswith("2 more not shown here23")
 
 
-def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
+def test_ranks_that_displayed_something_else_are_named_in_the_summary():
     # Their ids, which each rank makes for itself, make no difference.
     same = [
         wire.Displayed(rank=rank, data={"text/html": "same"}, display_id=f"id of {rank}")
@@ -86,15 +83,13 @@ def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
         assert Tags(html_of(made)).text.endswith(line)
 
 
-def test_the_summary_has_them_below_as_the_person_made_them() -> None:
+def test_the_summary_has_them_below_as_the_person_made_them():
     state = displaying(SCRIPT)
     assert SCRIPT in render_snapshot(state, with_displays=True)["text/html"]
     assert SCRIPT not in render_snapshot(state)["text/html"]
 
 
-def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(monkeypatch):
     page = Page(monkeypatch)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -111,9 +106,7 @@ def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(
     assert len(page.placed) == 1
 
 
-def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(monkeypatch):
     page = Page(monkeypatch)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -141,7 +134,7 @@ def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(
     assert len(page.placed) == 6
 
 
-def test_ranks_that_show_the_same_are_told_together() -> None:
+def test_ranks_that_show_the_same_are_told_together():
     assert by_rank(["3", "4", "3", None]) == "ranks 0 and 2: 3\nrank 1: 4\n"
     assert by_rank(["a\nb", "a\nb"]) == "ranks 0-1:\na\nb\n"
     assert by_rank([None, None]) == ""

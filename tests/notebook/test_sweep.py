@@ -6,7 +6,6 @@ import re
 import signal
 import textwrap
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
+from notebook_accel import Accelerator, ConfigError, NotebookAccelError, WorkerError, sweep
 from notebook_accel.launch import run_list
 from notebook_accel.notebook.sweeps.panel import as_bundle, in_order
 from notebook_accel.notebook.sweeps.space import Arguments
@@ -30,11 +29,11 @@ SOON = 60.0
 
 
 @pytest.fixture(autouse=True)
-def _runs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _runs_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
 
 
-def train(lr: float, width: int = 1, *, steps: int = 3, seconds: float = 0.0) -> float:
+def train(lr, width=1, *, steps=3, seconds=0.0):
     accelerator = Accelerator(cpu=True)
     for step in range(steps):
         accelerator.log({"loss": lr * width / (step + 1)}, step=step)
@@ -44,11 +43,11 @@ def train(lr: float, width: int = 1, *, steps: int = 3, seconds: float = 0.0) ->
     return lr
 
 
-def on_cpu(function: Any, space: Any, **asked: Any) -> Sweep:
+def on_cpu(function, space, **asked):
     return sweep(function, space, **{"devices": "cpu", "view": "none", **asked})
 
 
-def test_a_grid_of_four_on_two_ranks_each_finds_its_best_and_two_run_at_a_time() -> None:
+def test_a_grid_of_four_on_two_ranks_each_finds_its_best_and_two_run_at_a_time():
     space = {"lr": [0.4, 0.2], "width": [1, 2]}
     found = on_cpu(
         train, space, metric="loss", num_processes=2, concurrent=2, kwargs={"seconds": 0.2}
@@ -69,8 +68,8 @@ def test_a_grid_of_four_on_two_ranks_each_finds_its_best_and_two_run_at_a_time()
     found.show()
 
 
-def test_a_failing_trial_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    def divides(by: float) -> None:
+def test_a_failing_trial_is_a_row_and_the_others_go_on(capsys):
+    def divides(by):
         if by == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         Accelerator(cpu=True).log({"score": 1 / by})
@@ -86,8 +85,8 @@ def test_a_failing_trial_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFix
     assert re.search(r"failed +3 .*SIGKILL", shown)
 
 
-def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them() -> None:
-    def fails(number: int) -> None:
+def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them():
+    def fails(number):
         raise ValueError(f"number {number}")
 
     with pytest.raises(WorkerError, match="number 0") as caught:
@@ -97,7 +96,7 @@ def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_stop_ends_what_runs_and_starts_no_more() -> None:
+def test_stop_ends_what_runs_and_starts_no_more():
     slow = {"steps": 9999, "seconds": 0.05}
     found = on_cpu(train, {"lr": [1.0] * 20}, concurrent=2, block=False, kwargs=slow)
     eventually(lambda: len(found) == 2, within=SOON, what="two run")
@@ -111,7 +110,7 @@ def test_stop_ends_what_runs_and_starts_no_more() -> None:
     assert [run.results for run in found] == [[1.0], [1.0]], "by should_stop"
 
 
-def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_what_to_do() -> None:
+def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_what_to_do():
     asked = dict.fromkeys(("metric", "num_trials", "sampler", "pruner"))
     arguments = Arguments({"space": [{"lr": 1.0}], **asked}, SweepFolder())
     arguments.ask()
@@ -123,7 +122,7 @@ def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_wh
         arguments.add(TrialChoice({"lr": 3.0}, {}, "origin", ""))
 
 
-def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place() -> None:
+def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place():
     optuna = pytest.importorskip("optuna")
     folder, asked = SweepFolder(), dict.fromkeys(("num_trials", "sampler"))
     how: dict[str, Any] = {
@@ -147,7 +146,7 @@ def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place() ->
     assert (later.num_trials, later.ask()[0].arguments) == (4, {"lr": 2.0})
 
 
-def test_bad_input_starts_nothing() -> None:
+def test_bad_input_starts_nothing():
     before = len(run_list.runs())
     for error, space, asked in [
         ("no trial", {}, {}),
@@ -176,14 +175,14 @@ def test_bad_input_starts_nothing() -> None:
     assert len(run_list.runs()) == before
 
 
-def test_a_metric_that_no_trial_logs_is_told_with_those_that_they_log() -> None:
+def test_a_metric_that_no_trial_logs_is_told_with_those_that_they_log():
     with pytest.raises(ConfigError, match="no trial has logged 'los'; they logged loss") as caught:
         on_cpu(train, {"lr": [0.1] * 20}, metric="los", concurrent=1, max_failures=2)
     assert len(caught.value.sweep) == 2, "the other trials would log it neither"  # type: ignore[attr-defined]
 
 
-def test_while_trials_go_on_the_best_so_far_is_named(tmp_path: Path) -> None:
-    def trains(lr: float, end: str) -> None:
+def test_while_trials_go_on_the_best_so_far_is_named(tmp_path):
+    def trains(lr, end):
         Accelerator(cpu=True).log({"loss": lr})
         while lr < 1.0 and not Path(end).exists():
             time.sleep(0.01)
@@ -197,7 +196,7 @@ def test_while_trials_go_on_the_best_so_far_is_named(tmp_path: Path) -> None:
     found.wait()
 
 
-def test_a_value_that_is_not_finite_is_never_the_best() -> None:
+def test_a_value_that_is_not_finite_is_never_the_best():
     found = on_cpu(train, {"lr": [float("nan"), 5.0, float("-inf")]}, metric="loss")
     assert found.best is found.runs[1]
     with pytest.raises(NotebookAccelError, match="no trial has a finite value of 'loss'"):
@@ -206,8 +205,8 @@ def test_a_value_that_is_not_finite_is_never_the_best() -> None:
         _ = on_cpu(train, {"lr": [1.0]}).best
 
 
-def test_what_failed_has_no_best_and_a_table_keeps_all_arguments() -> None:
-    def fails(lr: float) -> None:
+def test_what_failed_has_no_best_and_a_table_keeps_all_arguments():
+    def fails(lr):
         Accelerator(cpu=True).log({"loss": lr})
         raise ValueError("oops")
 
@@ -215,7 +214,7 @@ def test_what_failed_has_no_best_and_a_table_keeps_all_arguments() -> None:
     with pytest.raises(NotebookAccelError, match="all 2 trials failed, the first with: ValueError"):
         _ = found.best
 
-    def named(trial: int, run: int) -> None:
+    def named(trial, run):
         Accelerator(cpu=True).log({"state": trial + run})
 
     table = on_cpu(named, {"trial": [7], "run": np.arange(2)}, metric="state").to_pandas()
@@ -225,10 +224,10 @@ def test_what_failed_has_no_best_and_a_table_keeps_all_arguments() -> None:
     ]
 
 
-def test_a_pruner_sees_the_values_of_steps_that_begin_anew() -> None:
+def test_a_pruner_sees_the_values_of_steps_that_begin_anew():
     optuna = pytest.importorskip("optuna")
 
-    def epochs(lr: float) -> None:
+    def epochs(lr):
         for epoch in range(2):
             for step in range(3):
                 Accelerator(cpu=True).log({"loss": lr - epoch - step}, step=step)
@@ -238,7 +237,7 @@ def test_a_pruner_sees_the_values_of_steps_that_begin_anew() -> None:
     assert seen == {0: 9, 1: 8, 2: 7, 3: 8, 4: 7, 5: 6}
 
 
-def test_optuna_samples_and_is_told_and_its_pruner_stops_trials() -> None:
+def test_optuna_samples_and_is_told_and_its_pruner_stops_trials():
     optuna = pytest.importorskip("optuna")
     space = {"lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
     sampler = optuna.samplers.RandomSampler(seed=1)
@@ -262,7 +261,7 @@ def test_optuna_samples_and_is_told_and_its_pruner_stops_trials() -> None:
     assert found.best is found.runs[0]
 
 
-def epoch(lr: float, seconds: float = 0.02) -> int:
+def epoch(lr, seconds=0.02):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(80), batch_size=1))
     for step, _ in enumerate(loader):
@@ -271,7 +270,7 @@ def epoch(lr: float, seconds: float = 0.02) -> int:
     return step + 1
 
 
-def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each() -> None:
+def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each():
     optuna = pytest.importorskip("optuna")
     rates = [0.5, 0.1, 0.4, 0.2]
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
@@ -291,7 +290,7 @@ def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each() 
     assert states == ["PRUNED", "COMPLETE", "PRUNED", "PRUNED"]
 
 
-def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goes_on() -> None:
+def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goes_on():
     optuna = pytest.importorskip("optuna")
     asked = {"metric": "loss", "concurrent": 1, "rounds": 3}
     pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
@@ -299,7 +298,7 @@ def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goe
     assert found.to_pandas()["state"].tolist() == ["succeeded", "pruned"]
     assert found.best is found.runs[0]
 
-    def reads_no_point(lr: float) -> float:
+    def reads_no_point(lr):
         accelerator = Accelerator(cpu=True)
         for step in range(30):
             accelerator.log({"loss": lr}, step=step)
@@ -310,12 +309,12 @@ def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goe
     assert [run.results for run in found] == [[0.1], [0.2]]
 
 
-def test_turns_over_a_loader_without_a_length_are_refused() -> None:
+def test_turns_over_a_loader_without_a_length_are_refused():
     class Stream(IterableDataset[int]):
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter(range(1000))
 
-    def streams(lr: float) -> None:
+    def streams(lr):
         accelerator = Accelerator(cpu=True)
         for step, _ in enumerate(accelerator.prepare(DataLoader(Stream(), batch_size=1))):
             accelerator.log({"loss": lr}, step=step)
@@ -325,7 +324,7 @@ def test_turns_over_a_loader_without_a_length_are_refused() -> None:
         on_cpu(streams, {"lr": [0.1, 0.2]}, metric="loss", concurrent=1, rounds=4)
 
 
-def test_a_stop_ends_paused_trials() -> None:
+def test_a_stop_ends_paused_trials():
     asked = {"metric": "loss", "concurrent": 1, "rounds": 8, "block": False}
     found = on_cpu(epoch, {"lr": [0.1, 0.2, 0.3]}, kwargs={"seconds": 0.2}, **asked)
     eventually(lambda: len(found) == 3, within=SOON, what="the third has its turn")
@@ -335,7 +334,7 @@ def test_a_stop_ends_paused_trials() -> None:
     assert {run.status for run in found} == {"stopped"}
 
 
-def test_distributions_need_a_number_and_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_need_a_number_and_optuna(monkeypatch):
     optuna = pytest.importorskip("optuna")
     space = {"lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
     for error, asked in [
@@ -357,15 +356,15 @@ class Seen(Trial):
 
     state: str = "running"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         pass
 
     @property
-    def status(self) -> str:
+    def status(self):
         return self.state
 
 
-def seen(number: int, values: Sequence[float], **arguments: object) -> Seen:
+def seen(number, values, **arguments):
     state = SimpleNamespace(
         started=0.0, now=lambda: 90.0, ended=None, has_ended=False, failure=None
     )
@@ -377,7 +376,7 @@ def seen(number: int, values: Sequence[float], **arguments: object) -> Seen:
     return trial
 
 
-def test_text_of_trials_is_escaped() -> None:
+def test_text_of_trials_is_escaped():
     trials = [seen(0, [1.0, 2.0], **{"<q>": "<script>&"})]
     for is_live in (False, True):
         html = as_bundle("<u>", trials, "<u>", ["<u>"], is_live=is_live)["text/html"]
@@ -385,7 +384,7 @@ def test_text_of_trials_is_escaped() -> None:
         assert not [tag for tag in ("<q>", "<u>", "<script>") if tag in html]
 
 
-def test_200_trials_are_an_update_of_20_kb_with_all_curves_and_one_that_diverges() -> None:
+def test_200_trials_are_an_update_of_20_kb_with_all_curves_and_one_that_diverges():
     trials = [
         seen(
             number, [math.exp(-step / (9 + number)) + number / 99 for step in range(300)], lr=number
@@ -408,7 +407,7 @@ def test_200_trials_are_an_update_of_20_kb_with_all_curves_and_one_that_diverges
     assert saved["text/html"].count("<tr>") == 201 == len(saved["text/plain"].splitlines()) - 2
 
 
-def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path: Path) -> None:
+def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path):
     with open_notebook() as notebook:
         notebook.run(
             """
@@ -452,9 +451,7 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path: 
 @pytest.mark.parametrize(
     "pruner", [pytest.param("None", marks=pytest.mark.long), "optuna.pruners.NopPruner()"]
 )
-def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
-    pruner: str, tmp_path: Path
-) -> None:
+def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(pruner, tmp_path):
     began, killed = tmp_path / "began", tmp_path / "killed"
     began.touch()
     with open_notebook() as notebook:
@@ -518,9 +515,7 @@ def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(
         ),
     ],
 )
-def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
-    dying: str, tmp_path: Path
-) -> None:
+def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(dying, tmp_path):
     began = tmp_path / "began"
     with open_notebook() as notebook:
         name = notebook.run(
@@ -564,7 +559,7 @@ def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(
 
 @pytest.mark.long
 @pytest.mark.timeout(500)
-def test_a_thousand_trials_leave_the_kernel_as_it_was() -> None:
+def test_a_thousand_trials_leave_the_kernel_as_it_was():
     with open_notebook() as notebook:
         shown = notebook.run(
             """

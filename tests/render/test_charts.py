@@ -5,7 +5,6 @@ import math
 import random
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.launch.control.curves import Curve, LiveCurves, Point, thin_out
+from notebook_accel.launch.control.curves import Curve, LiveCurves, thin_out
 from notebook_accel.notebook.comparison import Charts
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
@@ -27,7 +26,7 @@ from tests.render.test_markup import HOSTILE, Tags
 # ---- of a saved notebook
 
 
-def image_of(markup: str) -> ET.Element:
+def image_of(markup):
     """The images inside of both ``<img>``: that of the labels, and that of the curves."""
     both = ET.Element("both")
     for name, source in Tags(markup).attributes:
@@ -38,15 +37,15 @@ def image_of(markup: str) -> ET.Element:
     return both
 
 
-def tags(image: ET.Element, name: str) -> list[ET.Element]:
+def tags(image, name):
     return list(image.iter(f"{{http://www.w3.org/2000/svg}}{name}"))
 
 
-def labels(image: ET.Element) -> list[str | None]:
+def labels(image):
     return [text.text for text in tags(image, "text")]
 
 
-def test_a_chart_is_an_image_with_labels() -> None:
+def test_a_chart_is_an_image_with_labels():
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
     markup = chart({"": curve}, alt="loss: 1 → 0.02")
     assert Tags(markup).tags == ["div", "img", "img", "div"] + ["span"] * 20
@@ -61,7 +60,7 @@ def test_a_chart_is_an_image_with_labels() -> None:
     assert titles[0] == "step 1: 0.5"
 
 
-def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
+def test_a_line_has_a_gap_where_a_value_is_not_finite():
     points = [(float(x), float(x)) for x in range(10)]
     points[4] = (4.0, math.nan)
     points[8] = (8.0, math.inf)
@@ -73,7 +72,7 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize(("first", "step"), [(0, 1), (10_000_000, 1), (3, 0.001), (0, 1000)])
-def test_thinning_uses_the_points_that_it_may_have(first: float, step: float) -> None:
+def test_thinning_uses_the_points_that_it_may_have(first, step):
     generator = random.Random(7)
     points = [(first + step * x, generator.random()) for x in range(50_000)]
     assert 150 <= len(thin_out(points, 160)) <= 160
@@ -83,23 +82,23 @@ def test_thinning_uses_the_points_that_it_may_have(first: float, step: float) ->
 # ---- of the live panel
 
 
-def curve_of(points: Iterable[Point]) -> Curve:
+def curve_of(points):
     curve = Curve()
     for step, value in points:
         curve.add(step, value)
     return curve
 
 
-def falling(steps: int = 300) -> Curve:
+def falling(steps=300):
     return curve_of((float(step), math.exp(-step / 50)) for step in range(steps))
 
 
-def render_charts(shown: dict[str, Curve], **how: Any) -> str:
+def render_charts(shown, **how):
     metrics = {name: {"": curve} for name, curve in shown.items()}
     return str(draw_metrics(metrics, is_live=True, **how))
 
 
-def heights(markup: str) -> list[list[float]]:
+def heights(markup):
     """The heights of the points of each line, from the top."""
     lines = re.findall(r" d='([^']*)'", markup)
     return [
@@ -107,7 +106,7 @@ def heights(markup: str) -> list[list[float]]:
     ]
 
 
-def test_a_line_with_values_to_hover_over() -> None:
+def test_a_line_with_values_to_hover_over():
     markup = render_charts({"loss": falling()})
     page = Tags(markup)
     assert page.tags.count("path") == 1
@@ -117,7 +116,7 @@ def test_a_line_with_values_to_hover_over() -> None:
     assert "aria-label='loss: 1 → 0.002529 at step 299'" in markup
 
 
-def test_the_values_themselves_are_pale_behind_a_smooth_line() -> None:
+def test_the_values_themselves_are_pale_behind_a_smooth_line():
     noisy = curve_of((float(step), step % 2) for step in range(100))
     (only,) = heights(render_charts({"loss": noisy}))
     smooth_curve = noisy.with_points(smoothed(noisy.points(), 0.97))
@@ -129,7 +128,7 @@ def test_the_values_themselves_are_pale_behind_a_smooth_line() -> None:
     assert colours == ["#808080", "#2f86d6"]
 
 
-def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero() -> None:
+def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero():
     (line,) = heights(render_charts({"loss": falling()}, is_log=True))
     middle = line[len(line) // 2]
     assert middle == pytest.approx((line[0] + line[-1]) / 2, abs=12)
@@ -142,12 +141,12 @@ def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero
 
 
 @pytest.mark.parametrize("most", [1.7e308, 1e-320])
-def test_the_largest_and_the_smallest_numbers_are_drawn(most: float) -> None:
+def test_the_largest_and_the_smallest_numbers_are_drawn(most):
     markup = render_charts({"x": curve_of([(0, -most), (1, 0.0), (2, most)])})
     assert heights(markup) == [[376, 200, 24]]
 
 
-def test_a_value_that_stays_is_a_line_in_the_middle_with_one_label() -> None:
+def test_a_value_that_stays_is_a_line_in_the_middle_with_one_label():
     flat = {"lr": curve_of([(0, 0.1), (9, 0.1)])}
     for is_log in (False, True):
         markup = render_charts(flat, is_log=is_log)
@@ -155,7 +154,7 @@ def test_a_value_that_stays_is_a_line_in_the_middle_with_one_label() -> None:
         assert re.findall("na-tick-([a-z]+)", markup) == ["middle"]
 
 
-def test_a_single_value_and_one_that_is_no_number() -> None:
+def test_a_single_value_and_one_that_is_no_number():
     shown = {"best": curve_of([(3, 0.5)]), "bad": curve_of([(3, math.nan)])}
     page = Tags(render_charts(shown))
     assert "best\xa0 0.5" in page.text
@@ -165,7 +164,7 @@ def test_a_single_value_and_one_that_is_no_number() -> None:
 
 @pytest.mark.parametrize("num_charts", [1, 6])
 @pytest.mark.parametrize("smoothing", [0.0, 0.9])
-def test_a_page_is_small(num_charts: int, smoothing: float) -> None:
+def test_a_page_is_small(num_charts, smoothing):
     curve = falling()
     drawn = {"": curve.with_points(smoothed(curve.points(), smoothing))}
     drawn |= {"as logged": curve} if smoothing else {}
@@ -174,26 +173,26 @@ def test_a_page_is_small(num_charts: int, smoothing: float) -> None:
     assert "script" not in Tags(markup).tags
 
 
-def live(steps: int, **values: Callable[[int], float]) -> LiveCurves:
+def live(steps, **values):
     curves = LiveCurves()
     for step in range(steps):
         curves.add(0, step, {name: value(step) for name, value in values.items()})
     return curves
 
 
-def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
+def drawn(curves, *, is_log=False):
     view = MetricsView(PanelWidgets())
     field(view.box, "Scale").value = is_log
     view.draw(curves, now=0.0)
     return str(view.box.children[-1].value)
 
 
-def test_an_infinite_value_of_a_range_of_steps_leaves_the_logarithmic_scale() -> None:
+def test_an_infinite_value_of_a_range_of_steps_leaves_the_logarithmic_scale():
     part = falling().with_points([(0.0, 1.0), (1.0, -math.inf), (2.0, 0.1)])
     assert "linear" not in render_charts({"loss": part}, is_log=True)
 
 
-def test_a_range_of_steps_without_values_has_no_chart() -> None:
+def test_a_range_of_steps_without_values_has_no_chart():
     view = MetricsView(PanelWidgets(), original=("old", lambda: {"loss": falling()}))
     field(view.box, "Steps").value = "200 to 250"
     view.draw(live(100, loss=lambda step: 1 / (step + 1)), now=0.0)
@@ -201,7 +200,7 @@ def test_a_range_of_steps_without_values_has_no_chart() -> None:
 
 
 @pytest.mark.parametrize("steps", [221, 1_250, 20_000])
-def test_metrics_of_one_call_cover_one_range(steps: int) -> None:
+def test_metrics_of_one_call_cover_one_range(steps):
     markup = drawn(live(steps, loss=lambda s: 1 / (s + 1) + s % 7, epoch=lambda s: s * 4 // steps))
     lines = re.findall(r" d='M([^']*)'", markup)
     ends = [[pair.split(",")[0] for pair in (line.split()[0], line.split()[-1])] for line in lines]
@@ -213,7 +212,7 @@ def test_metrics_of_one_call_cover_one_range(steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [100, 5_000])
-def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
+def test_what_is_not_finite_is_said_and_leaves_a_gap(steps):
     curves = live(
         steps,
         loss=lambda s: math.nan if s > 40 else 1 / (s + 1),
@@ -244,7 +243,7 @@ def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
         (-1.7e308, 1.7e308, ["-1.7e308", "1.7e308"]),
     ],
 )
-def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str]) -> None:
+def test_labels_of_an_axis_are_distinct(low, high, texts):
     image = image_of(chart({"": [(0, low), (1, high)]}, alt=""))
     assert sorted(labels(image)[:2], key=str) == sorted(texts)
 
@@ -257,7 +256,7 @@ def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str
         (-12345.678, -12345.679, "-12345.678"),
     ],
 )
-def test_a_label_is_short_and_never_cut(low: float, high: float, text: str) -> None:
+def test_a_label_is_short_and_never_cut(low, high, text):
     points = [(0, low), (1, high)]
     saved = image_of(chart({"": points}, alt=""))
     assert text in labels(saved)
@@ -270,7 +269,7 @@ def test_a_label_is_short_and_never_cut(low: float, high: float, text: str) -> N
     assert (int(room[1]) if room else 50) - 6 > 5.6 * len(text)
 
 
-def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
+def test_a_new_metric_leaves_the_page_that_somebody_reads():
     curves = LiveCurves()
     curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
     view = MetricsView(PanelWidgets())
@@ -298,7 +297,7 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
 
 
 @pytest.mark.parametrize("num_runs", [1, 3, 10, 100])
-def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs: int) -> None:
+def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs):
     labels = [f"<b> ({'a long name, ' * 4}lr=0.{number})"[-60:] for number in range(num_runs)]
     labels[0] = f"<b>{labels[0][3:]}"
     curves = {
@@ -317,7 +316,7 @@ def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs: int) -> N
 NAMES = ("train/loss", "eval/loss", "eval/accuracy", "learning_rate", "grad_norm", "throughput")
 
 
-def live_run(number: int, names: Iterable[str] = NAMES) -> Any:
+def live_run(number, names=NAMES):
     value = lambda step: math.exp(-step / (90 + 9 * number)) + math.sin(step * (3 + number)) / 9  # noqa: E731
     curves = live(500, **dict.fromkeys(names, value))
     about = f"lr=0.{number + 1}, width={2**number}, optimizer='adamw', schedule='cosine'"
@@ -329,7 +328,7 @@ def live_run(number: int, names: Iterable[str] = NAMES) -> Any:
     return SimpleNamespace(id=state.run, name="train", state=state, status="running", _call=call)
 
 
-def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table() -> None:
+def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table():
     labelled = [(f"train ({run.id})", run) for run in map(live_run, range(10))]
     charts = Charts(labelled, of="these runs", table=RunTable([], labelled))
     shown: list[dict[str, str]] = []
@@ -342,7 +341,7 @@ def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table() -> None:
     assert len(charts._repr_html_()) < 40_000
 
 
-def test_cells_of_the_table_have_their_colours_whatever_metrics_are_called() -> None:
+def test_cells_of_the_table_have_their_colours_whatever_metrics_are_called():
     run = live_run(0, ["error", "state", "loss curve"])
     run.state, run.status = with_failed(run.state, [0], error="ValueError: bad"), "failed"
     html = str(RunTable([], [("train", run)])._repr_html_())

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import Hang, RunState
+from notebook_accel.launch.control.run_state import Hang
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.panel import render_alert, render_panel, render_title
 from tests.notebook.states import after, logged, running, with_failed
@@ -12,12 +12,12 @@ from tests.render.test_markup import HOSTILE, Tags
 NOW = 1042.0
 
 
-def bar(rank: int, number: int = 1, **fields: object) -> wire.Bar:
+def bar(rank, number=1, **fields):
     given = {"name": "epoch 1", "n": 50.0, "total": 200.0, "rate": 10.0, **fields}
     return wire.Bar(rank=rank, bar=number, **given)  # type: ignore[arg-type]
 
 
-def test_a_row_says_how_far_its_rank_is() -> None:
+def test_a_row_says_how_far_its_rank_is():
     sample = wire.Sample(rank=0, usage=wire.Usage(memory=412_000_000))
     state = after(running(1), bar(0), sample)
     page = Tags(render_title(state, NOW) + render_panel(state))
@@ -27,7 +27,7 @@ def test_a_row_says_how_far_its_rank_is() -> None:
     assert ("value", "0.25") in page.attributes
 
 
-def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
+def test_a_rank_without_a_bar_shows_what_its_loader_counted():
     sample = wire.Sample(
         rank=1, usage=wire.Usage(batches=250, total_batches=100, pass_start=200, steps=125)
     )
@@ -40,8 +40,8 @@ def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
     assert "steps1,2401,240" in Tags(render_panel(state)).text
 
 
-def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None:
-    def told(stopping: float) -> str:
+def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for():
+    def told(stopping):
         return Tags(render_panel(running(2), stopping=stopping, grace=10.0)).text
 
     assert "Kill" not in told(0.0)
@@ -50,11 +50,11 @@ def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None
     assert "Kill ends them now, and results are lost." in told(2.5)
 
 
-def num_rows(state: RunState) -> int:
+def num_rows(state):
     return Tags(render_panel(state)).tags.count("tr")
 
 
-def test_no_row_goes_when_an_inner_bar_does_and_of_many_ranks_none_comes() -> None:
+def test_no_row_goes_when_an_inner_bar_does_and_of_many_ranks_none_comes():
     state = after(running(4), bar(0, 1), bar(0, 2), bar(0, 3))
     assert num_rows(state) == 1 + 4 + 2
     # The next epoch has a bar of its own, inside of which none is open yet.
@@ -67,7 +67,7 @@ def test_no_row_goes_when_an_inner_bar_does_and_of_many_ranks_none_comes() -> No
     assert Tags(render_panel(state)).tags.count("progress") == 6
 
 
-def test_the_title_says_on_what_and_how_fast() -> None:
+def test_the_title_says_on_what_and_how_fast():
     state = running(2)
     for rank in (0, 1):
         state = after(
@@ -79,7 +79,7 @@ def test_the_title_says_on_what_and_how_fast() -> None:
     assert page.text.endswith("2.50 s/batch")
 
 
-def test_what_a_rank_takes_of_its_machine() -> None:
+def test_what_a_rank_takes_of_its_machine():
     sample = wire.Sample(rank=0, usage=wire.Usage(memory=412_000_000, cpu=97))
     page = Tags(render_panel(after(running(1), sample)))
     assert "cpu" in page.text
@@ -93,7 +93,7 @@ def test_what_a_rank_takes_of_its_machine() -> None:
         assert words in page.text
 
 
-def hanging() -> RunState:
+def hanging():
     hang = Hang(
         is_certain=True,
         text="the run hangs: rank 0 waits in all_reduce",
@@ -105,7 +105,7 @@ def hanging() -> RunState:
     return replace(running(2), hang=hang, ended=1042.0)
 
 
-def test_who_waits_for_whom() -> None:
+def test_who_waits_for_whom():
     page = Tags(render_panel(hanging()))
     for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce"):
         assert words in page.text
@@ -119,7 +119,7 @@ def test_who_waits_for_whom() -> None:
     assert "progress" not in page.tags
 
 
-def test_a_rank_that_is_suspended() -> None:
+def test_a_rank_that_is_suspended():
     state = after(running(2), wire.Sample(rank=1, usage=wire.Usage(is_suspended=True)))
     held = replace(state.ranks[1], quiet_since=1000.0)
     page = Tags(render_panel(replace(state, ranks=(state.ranks[0], held))))
@@ -127,12 +127,12 @@ def test_a_rank_that_is_suspended() -> None:
     assert ("title", "SIGSTOP or a debugger holds its process") in page.attributes
 
 
-def test_what_was_said_of_a_hang_stays_when_it_is_over() -> None:
+def test_what_was_said_of_a_hang_stays_when_it_is_over():
     page = Tags(render_panel(running(2), last_hang="Nothing has moved for 0:13"))
     assert page.text.endswith("The run goes on. Before that: Nothing has moved for 0:13")
 
 
-def test_a_screen_reader_is_told_in_words_that_do_not_change_with_the_clock() -> None:
+def test_a_screen_reader_is_told_in_words_that_do_not_change_with_the_clock():
     assert render_alert(running(2)) == ""
     later = replace(hanging(), ended=1050.0)
     assert render_alert(hanging()) == render_alert(later)
@@ -147,7 +147,7 @@ def test_a_screen_reader_is_told_in_words_that_do_not_change_with_the_clock() ->
     assert not [value for name, value in drawn.attributes if name == "role"]
 
 
-def test_a_rank_that_says_nothing_is_quiet() -> None:
+def test_a_rank_that_says_nothing_is_quiet():
     state = running(2)
     now = state.now()
     state = replace(state, ranks=(replace(state.ranks[0], quiet_since=now - 12.4), state.ranks[1]))
@@ -156,7 +156,7 @@ def test_a_rank_that_says_nothing_is_quiet() -> None:
     assert page.text.count("running") == 1
 
 
-def test_nothing_from_a_rank_becomes_markup() -> None:
+def test_nothing_from_a_rank_becomes_markup():
     state = after(running(2, name=HOSTILE), bar(1, name=HOSTILE), wire.Notice(text=HOSTILE))
     page = Tags(render_title(state, NOW) + render_panel(state))
     assert not {"script"} & set(page.tags)
@@ -166,7 +166,7 @@ def test_nothing_from_a_rank_becomes_markup() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 8, 16, 128])
 @pytest.mark.parametrize("line", ["short", "x" * 100_000, "<" * 9999, '"\\\n' * 99, "語" * 999])
-def test_it_is_small_whatever_ranks_print(num_ranks: int, line: str) -> None:
+def test_it_is_small_whatever_ranks_print(num_ranks, line):
     state = running(num_ranks)
     for rank in range(num_ranks):
         state = after(
@@ -180,7 +180,7 @@ def test_it_is_small_whatever_ranks_print(num_ranks: int, line: str) -> None:
     assert message_bytes(render_panel(state)) <= 18_000
 
 
-def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each() -> None:
+def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each():
     state = running(128)
     for rank in range(128):
         state = after(

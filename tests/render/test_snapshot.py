@@ -6,7 +6,7 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.curves import Curve
-from notebook_accel.launch.control.run_state import RESCUED, Failure, Hang, RunState
+from notebook_accel.launch.control.run_state import RESCUED, Failure, Hang
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.render.markup import message_bytes
 from notebook_accel.render.snapshot import MAX_BYTES, render_slim, render_snapshot
@@ -34,7 +34,7 @@ KEPT_ATTRIBUTES = {"alt", "class", "height", "src", "style", "title", "width"}
 LOST_STYLES = ("var(", "currentColor", "font-variant-numeric", "color-scheme", "stroke", "url(")
 
 
-def full() -> RunState:
+def full():
     state = after(
         running(2),
         wire.Output(rank=0, text="first\nlast of zero\n"),
@@ -46,7 +46,7 @@ def full() -> RunState:
     return with_failed(state, [1], error=ERROR)
 
 
-def test_it_holds_ranks_metrics_output_and_traceback() -> None:
+def test_it_holds_ranks_metrics_output_and_traceback():
     snapshot = render_snapshot(full(), metrics(["loss"]))
     page = Tags(html_of(snapshot))
     for words in (
@@ -79,7 +79,7 @@ def test_it_holds_ranks_metrics_output_and_traceback() -> None:
     assert "last of zero" not in beside["text/plain"] + html_of(beside)
 
 
-def test_as_text_the_last_lines_of_output_are_there_equal_ones_once() -> None:
+def test_as_text_the_last_lines_of_output_are_there_equal_ones_once():
     same = [wire.Output(rank=rank, text="\x1b[31mhello\x1b[0m\n") for rank in (0, 1)]
     long = wire.Output(rank=2, text="".join(f"line {n}\n" for n in range(500)), skipped=1000)
     text = render_snapshot(after(running(3), *same, long))["text/plain"]
@@ -94,13 +94,13 @@ def test_as_text_the_last_lines_of_output_are_there_equal_ones_once() -> None:
     assert len(text) < 8_000
 
 
-def test_a_colour_goes_on_in_the_next_line_until_it_is_ended() -> None:
+def test_a_colour_goes_on_in_the_next_line_until_it_is_ended():
     printed = wire.Output(rank=0, text="plain\n\x1b[31mred\nstill red\x1b[0m\n")
     html = str(html_of(render_snapshot(after(running(1), printed))))
     assert "plain\n<span style='color:#cf4f57'>red\nstill red</span></pre>" in html
 
 
-def test_the_value_beside_a_chart_is_the_newest_though_its_step_had_a_higher_one() -> None:
+def test_the_value_beside_a_chart_is_the_newest_though_its_step_had_a_higher_one():
     curve = Curve()
     for step, value in ((8, 1.5), (9, 4.91), (9, 0.91)):
         curve.add(step, value)
@@ -109,14 +109,14 @@ def test_the_value_beside_a_chart_is_the_newest_though_its_step_had_a_higher_one
     assert "4.91" not in re.sub(r"base64,[^\"']*", "", html)
 
 
-def test_the_chart_of_a_knob_comes_last_though_it_was_logged_first() -> None:
+def test_the_chart_of_a_knob_comes_last_though_it_was_logged_first():
     page = Tags(html_of(render_snapshot(running(2), metrics(["knob/lr", "loss"]))))
     alts = [value.partition(":")[0] for name, value in page.attributes if name == "alt" and value]
     assert alts == ["loss", "knob/lr"]
 
 
 @pytest.mark.parametrize("state", [full(), succeeded(running(128)), running(1, name=HOSTILE)])
-def test_it_uses_only_what_a_sanitiser_keeps(state: RunState) -> None:
+def test_it_uses_only_what_a_sanitiser_keeps(state):
     markup = html_of(render_snapshot(state, metrics(["loss", HOSTILE])))
     page = Tags(markup)
     assert set(page.tags) <= KEPT_TAGS
@@ -126,7 +126,7 @@ def test_it_uses_only_what_a_sanitiser_keeps(state: RunState) -> None:
     assert not re.search(r"<(script|style|svg)", markup)
 
 
-def test_text_has_no_colour_of_its_own_but_where_it_means_something() -> None:
+def test_text_has_no_colour_of_its_own_but_where_it_means_something():
     """Text takes the page's colour, light or dark; the rest is in mid tones."""
     page = Tags(html_of(render_snapshot(full(), metrics(["loss"]))))
     styles = " ".join(value or "" for name, value in page.attributes if name == "style")
@@ -135,7 +135,7 @@ def test_text_has_no_colour_of_its_own_but_where_it_means_something() -> None:
         assert 60 < 0.299 * red + 0.587 * green + 0.114 * blue < 190, colour
 
 
-def test_good_news_has_no_sign_of_a_warning() -> None:
+def test_good_news_has_no_sign_of_a_warning():
     kept = wire.Notice(text=f"{RESCUED}find_run('x').rescued")
     text = Tags(
         html_of(render_snapshot(after(running(1), kept, wire.Notice(text="a disk is full"))))
@@ -144,7 +144,7 @@ def test_good_news_has_no_sign_of_a_warning() -> None:
     assert "⚠ a disk is full" in text
 
 
-def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
+def test_short_output_stays_open_and_of_a_long_one_its_end_does():
     state = after(running(1), wire.Output(rank=0, text="one\ntwo\n"))
     page = Tags(html_of(render_snapshot(state)))
     assert "details" not in page.tags
@@ -157,7 +157,7 @@ def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
     assert page.text.endswith("end")
 
 
-def test_ranks_that_printed_the_same_share_a_block() -> None:
+def test_ranks_that_printed_the_same_share_a_block():
     same = [wire.Output(rank=rank, text="hello\n") for rank in (0, 1, 3)]
     state = after(running(4), *same, wire.Output(rank=2, text="other\n"))
     page = Tags(html_of(render_snapshot(state)))
@@ -167,7 +167,7 @@ def test_ranks_that_printed_the_same_share_a_block() -> None:
     assert "details" not in page.tags
 
 
-def test_the_output_of_a_rank_that_failed_comes_first_and_is_open() -> None:
+def test_the_output_of_a_rank_that_failed_comes_first_and_is_open():
     printed = [wire.Output(rank=rank, text=f"of {rank}\n" * 30) for rank in range(8)]
     page = html_of(render_snapshot(with_failed(after(running(8), *printed), [5], error="bad")))
     # The last lines of one rank stay open; all other lines are in folds.
@@ -180,7 +180,7 @@ def test_the_output_of_a_rank_that_failed_comes_first_and_is_open() -> None:
     )
 
 
-def test_what_the_error_does_not_show_of_another_rank_stays_in_its_output() -> None:
+def test_what_the_error_does_not_show_of_another_rank_stays_in_its_output():
     state = running(3)
     for rank, kind, says in (
         (0, "exception", "ValueError: bad"),
@@ -200,7 +200,7 @@ def test_what_the_error_does_not_show_of_another_rank_stays_in_its_output() -> N
         assert "in rank 1" not in shown
 
 
-def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
+def test_a_traceback_stands_with_the_error_and_not_in_the_output_too():
     text = "Traceback (most recent call last):\n  Cell In[3], line 7\nValueError: bad\n"
     raised = wire.Raised(
         rank=0, kind="exception", type_name="ValueError", text="bad", traceback=text
@@ -213,7 +213,7 @@ def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
     assert "before" in page.text
 
 
-def test_a_traceback_whose_frames_of_libraries_are_folded_is_shown_once() -> None:
+def test_a_traceback_whose_frames_of_libraries_are_folded_is_shown_once():
     library = '  File "/x/site-packages/lib/a.py", line 1, in f\n    f()\n'
     text = (
         f"Traceback (most recent call last):\n  Cell In[3], line 7\n{library * 3}ValueError: bad\n"
@@ -234,7 +234,7 @@ def test_a_traceback_whose_frames_of_libraries_are_folded_is_shown_once() -> Non
         assert "epoch 1: " in shown
 
 
-def test_of_many_ranks_the_folds_are_in_one() -> None:
+def test_of_many_ranks_the_folds_are_in_one():
     lines = [wire.Output(rank=rank, text=f"line of {rank}\n" * 5) for rank in range(64)]
     html = html_of(render_snapshot(after(running(64), *lines)))
     # Sixty lines of output stay open: those of twelve ranks.
@@ -245,7 +245,7 @@ def test_of_many_ranks_the_folds_are_in_one() -> None:
     assert page.tags.count("pre") == 12
 
 
-def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
+def test_the_stacks_of_a_hang_are_kept_below_a_fold():
     stacks = tuple(((rank,), f"stack of {rank}: " + "<" * 4_000) for rank in range(10))
     hang = Hang(
         is_certain=True, text="it hangs", since=1000.0, operations={}, elsewhere={}, stacks=stacks
@@ -264,7 +264,7 @@ def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
     assert "it computes" in html
 
 
-def test_no_metric_vanishes_without_a_word() -> None:
+def test_no_metric_vanishes_without_a_word():
     names = [f"metric-{number}" for number in range(30)]
     page = Tags(html_of(render_snapshot(running(1), metrics(names))))
     assert [name for name in names if name not in page.text] == []
@@ -273,7 +273,7 @@ def test_no_metric_vanishes_without_a_word() -> None:
     assert "… and 34 more in run.metrics" in page.text
 
 
-def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
+def test_a_cell_that_ended_at_once_has_one_line_and_its_output():
     state = after(running(2, name="In[3]"), wire.Output(rank=0, text="hello\n"))
     snapshot = render_slim(succeeded(state))
     page = Tags(html_of(snapshot))
@@ -282,7 +282,7 @@ def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
     assert snapshot["text/plain"] == "In[3]: succeeded, 2 ranks, 42.0 s\noutput of rank 0:\nhello"
 
 
-def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics() -> None:
+def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics():
     values = [logged(0, {"loss": 0.5, "accuracy": 0.75}), logged(0, {"loss": 0.31})]
     snapshot = render_slim(succeeded(after(running(2, name="In[3]"), *values)))
     assert Tags(html_of(snapshot)).text.endswith("42.0 s · loss 0.31, accuracy 0.75")
@@ -296,7 +296,7 @@ HOSTILE_NAMES = ["big" * 400_000, "a\x1b[2J\nFAKE: 99", "\u202eb\x00\x9b31m"]
 HOSTILE_NAMES += map(str, range(20_000))
 
 
-def hostile() -> RunState:
+def hostile():
     """Long names everywhere, of characters that HTML and JSON write as several bytes."""
     values = dict.fromkeys(HOSTILE_NAMES, 1.0)
     state = running(200, name="\x1b[2J'\"\n" * 100_000)
@@ -309,7 +309,7 @@ def hostile() -> RunState:
     return replace(state, notices=("\x1b[2J\n'" * 10_000,) * 20, failure=failure)
 
 
-def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:
+def test_no_name_and_no_number_of_them_breaks_the_limits():
     state, curves = hostile(), metrics(HOSTILE_NAMES, steps=2)
     for snapshot in (render_snapshot(state, curves), render_slim(state)):
         assert message_bytes(html_of(snapshot)) <= MAX_BYTES
@@ -319,7 +319,7 @@ def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:
         assert "\nFAKE" not in snapshot["text/plain"]
 
 
-def test_metrics_that_are_not_finite_keep_their_chart_and_say_so() -> None:
+def test_metrics_that_are_not_finite_keep_their_chart_and_say_so():
     curves = {name: Curve() for name in ("loss", "bad", "some")}
     for step in range(100):
         value = math.exp(-step / 30)
