@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from notebook_accel import (
 from notebook_accel.launch import rank_environment
 
 
-def _save_in_background(folder: str) -> int:
+def _save_in_background(folder):
     import torch
 
     accelerator = Accelerator(
@@ -31,8 +30,8 @@ def _save_in_background(folder: str) -> int:
 
 
 def test_a_sharded_checkpoint_written_in_the_background_uses_the_ranks_own_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     log = tmp_path / "contexts"
     monkeypatch.setenv("SIM_CONTEXT_LOG", str(log))
     folder = str(tmp_path / "state")
@@ -41,7 +40,7 @@ def test_a_sharded_checkpoint_written_in_the_background_uses_the_ranks_own_devic
     assert used == {(f"pid={pid}", f"device={rank}") for rank, pid in enumerate(run)}
 
 
-def _meet_late() -> float:
+def _meet_late():
     from datetime import timedelta
 
     import torch
@@ -56,17 +55,15 @@ def _meet_late() -> float:
     return float(accelerator.reduce(torch.ones(1, device=accelerator.device)))
 
 
-def test_the_first_collective_waits_longer_than_the_connection_may_take() -> None:
+def test_the_first_collective_waits_longer_than_the_connection_may_take():
     assert notebook_launcher(_meet_late, num_processes=2, view="none").results == [2, 2]
 
 
-def _visible() -> tuple[str | None, str]:
+def _visible():
     return os.environ.get("SIM_VISIBLE_DEVICES"), str(Accelerator().device)
 
 
-def test_devices_of_a_kind_that_does_not_read_the_variable_of_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_devices_of_a_kind_that_does_not_read_the_variable_of_cuda(monkeypatch):
     monkeypatch.setenv("SIM_DEVICES", "4")
     # A variable with VISIBLE in its name: each count is a question of its own.
     monkeypatch.setenv("SIM_READS_CUDA_VISIBLE", "0")

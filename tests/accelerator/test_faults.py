@@ -8,13 +8,13 @@ from tests.accelerator.ranks import RANKS
 from tests.kernel.notebooks import open_notebook
 
 
-def _fail() -> None:
+def _fail():
     table = torch.ones(4, device=Accelerator().device)
     wrong = table[torch.tensor([9], device=table.device)]
     float(wrong + 1)
 
 
-def test_the_error_says_that_its_line_may_not_be_at_fault() -> None:
+def test_the_error_says_that_its_line_may_not_be_at_fault():
     with pytest.raises(WorkerError, match="device-side assert") as caught:
         notebook_launcher(_fail, num_processes=RANKS, view="none")
     text = str(caught.value)
@@ -22,7 +22,7 @@ def test_the_error_says_that_its_line_may_not_be_at_fault() -> None:
     assert 'env={"CUDA_LAUNCH_BLOCKING": "1"}' in text
 
 
-def test_a_session_gets_new_ranks_and_says_what_is_lost() -> None:
+def test_a_session_gets_new_ranks_and_says_what_is_lost():
     with open_notebook() as book:
         book.run("%load_ext notebook_accel\nimport os, torch\nours = 5")
         pids = book.run("%%accelerate -n 2\nx, y = 1, ours\nos.getpid()")
@@ -50,7 +50,7 @@ def test_a_session_gets_new_ranks_and_says_what_is_lost() -> None:
         assert book.run("%%accelerate\nos.getpid(), ours") != pids
 
 
-def test_cells_that_fail_do_not_pile_up_memory_of_the_device() -> None:
+def test_cells_that_fail_do_not_pile_up_memory_of_the_device():
     with open_notebook() as book:
         book.run("%load_ext notebook_accel\nimport torch")
         for _ in range(4):

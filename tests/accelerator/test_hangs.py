@@ -3,16 +3,12 @@
 import linecache
 import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from notebook_accel import Accelerator, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.control.run_state import Hang
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view.plain import PlainView
 from tests.kernel.notebooks import open_notebook
 from tests.launches import launch
@@ -21,7 +17,7 @@ from tests.waiting import eventually
 _SECONDS = 15.0
 
 
-def _reads() -> None:
+def _reads():
     import torch
     import torch.distributed as dist
 
@@ -33,7 +29,7 @@ def _reads() -> None:
     time.sleep(600)
 
 
-def _gathers() -> None:
+def _gathers():
     import torch
 
     accelerator = _begin()
@@ -43,7 +39,7 @@ def _gathers() -> None:
     time.sleep(600)
 
 
-def _loads() -> None:
+def _loads():
     import torch
     import torch.distributed as dist
 
@@ -56,7 +52,7 @@ def _loads() -> None:
     time.sleep(600)
 
 
-def _crosses() -> None:
+def _crosses():
     import torch
     import torch.distributed as dist
 
@@ -71,7 +67,7 @@ def _crosses() -> None:
     total.sum().item()
 
 
-def _receives() -> None:
+def _receives():
     import torch
     import torch.distributed as dist
 
@@ -81,7 +77,7 @@ def _receives() -> None:
     got.sum().item()
 
 
-def _leaves(strategy: str) -> None:
+def _leaves(strategy):
     import torch
 
     from notebook_accel import FullyShardedDataParallelPlugin
@@ -101,7 +97,7 @@ def _leaves(strategy: str) -> None:
     time.sleep(600)
 
 
-def _begin(**options: Any) -> Accelerator:
+def _begin(**options):
     import torch
     import torch.distributed as dist
 
@@ -113,7 +109,7 @@ def _begin(**options: Any) -> Accelerator:
 
 
 # What each run does, and the line at which rank 0 begins what rank 1 does not.
-CASES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+CASES = {
     "item": (_reads, (), "# alone"),
     "gather_for_metrics": (_gathers, (), "# alone"),
     "the loader's copy": (_loads, (), "# alone"),
@@ -125,11 +121,11 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def hangs() -> Iterator[dict[str, tuple[Hang, float]]]:
+def hangs():
     """The hang of each case, and the seconds from its ranks' last step until it was told."""
     config = LaunchConfig(num_processes=2, grace=1.0)
-    runs: dict[str, Run] = {}
-    found: dict[str, tuple[Hang, float]] = {}
+    runs = {}
+    found = {}
     try:
         for name, (function, arguments, _) in CASES.items():
             runs[name] = launch(function, arguments, config=config, view=PlainView(), block=False)
@@ -149,9 +145,7 @@ def hangs() -> Iterator[dict[str, tuple[Hang, float]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hang_on_a_device_names_the_line_that_began_it(
-    name: str, hangs: dict[str, tuple[Hang, float]]
-) -> None:
+def test_a_hang_on_a_device_names_the_line_that_began_it(name, hangs):
     hang, seconds = hangs[name]
     said = re.search(
         r"rank 0 waits in \w+(?: \(\w+\)| from rank 1)? at test_hangs.py, line (\d+)", hang.text
@@ -173,7 +167,7 @@ def test_a_hang_on_a_device_names_the_line_that_began_it(
     assert seconds < _SECONDS
 
 
-def _times_out() -> None:
+def _times_out():
     from datetime import timedelta
 
     import torch
@@ -188,7 +182,7 @@ def _times_out() -> None:
     time.sleep(600)
 
 
-def test_a_timeout_of_the_watchdog_is_told_in_one_line() -> None:
+def test_a_timeout_of_the_watchdog_is_told_in_one_line():
     with pytest.raises(WorkerError) as raised:
         notebook_launcher(_times_out, num_processes=2, view="none", config={"grace": 1.0})
     told = str(raised.value)
@@ -200,7 +194,7 @@ def test_a_timeout_of_the_watchdog_is_told_in_one_line() -> None:
     assert "frame #" not in told
 
 
-def test_a_session_outlives_the_timeout_of_a_collective(tmp_path: Path) -> None:
+def test_a_session_outlives_the_timeout_of_a_collective(tmp_path):
     with open_notebook() as book:
         book.run("%load_ext notebook_accel\nimport os, time, torch, torch.distributed as dist")
         pids = book.run("%%accelerate -n 2\nkept = 5\nos.getpid()")

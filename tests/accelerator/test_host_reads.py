@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ class _Reads(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         if func is torch.ops.aten.copy_.default:
@@ -36,13 +33,13 @@ class _Reads(TorchDispatchMode):
         return out
 
 
-def _made(is_fused: bool) -> tuple[Any, Any]:
+def _made(is_fused):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4).to(_DEVICE)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=is_fused)
 
 
-def _plain(precision: str, is_fused: bool, clips: bool) -> int:
+def _plain(precision, is_fused, clips):
     model, optimizer = _made(is_fused)
     scaler = torch.amp.GradScaler(_DEVICE, enabled=precision == "fp16", init_scale=1024.0)
     kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
@@ -61,7 +58,7 @@ def _plain(precision: str, is_fused: bool, clips: bool) -> int:
     return reads.count
 
 
-def _ours(accelerator: Accelerator, is_fused: bool, clips: bool) -> tuple[int, int]:
+def _ours(accelerator, is_fused, clips):
     model, optimizer = accelerator.prepare(*_made(is_fused))
     batch = torch.ones(2, 4, device=_DEVICE)
     with _Reads() as reads:
@@ -76,13 +73,13 @@ def _ours(accelerator: Accelerator, is_fused: bool, clips: bool) -> tuple[int, i
     return reads.count
 
 
-def _count(precision: str) -> list[tuple[int, int]]:
+def _count(precision):
     accelerator = Accelerator(mixed_precision=precision)
     return [(_ours(accelerator, *case), _plain(precision, *case)) for case in CASES]
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_a_step_reads_no_more_from_the_device_than_a_plain_loop(precision: str) -> None:
+def test_a_step_reads_no_more_from_the_device_than_a_plain_loop(precision):
     (counted,) = notebook_launcher(_count, (precision,), num_processes=1, view="none")
     ours, plain = zip(*counted, strict=True)
     assert ours == plain
@@ -90,11 +87,11 @@ def test_a_step_reads_no_more_from_the_device_than_a_plain_loop(precision: str) 
     assert plain == tuple(_STEPS * (precision == "fp16" and not fused) for fused, _ in CASES)
 
 
-def _overflow(is_fused: bool) -> list[Any]:
+def _overflow(is_fused):
     scale = GradScalerKwargs(init_scale=1024.0)
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scale])
     model, optimizer = _made(is_fused)
-    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     said = []
     for factor in (1.0, float("inf"), 1.0):
@@ -110,6 +107,6 @@ def _overflow(is_fused: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_a_skipped_step_is_known_once_it_is_asked_for(is_fused: bool) -> None:
+def test_a_skipped_step_is_known_once_it_is_asked_for(is_fused):
     (said,) = notebook_launcher(_overflow, (is_fused,), num_processes=1, view="none")
     assert said == [(True, False, 0.05), (False, True, 0.05), (True, False, 0.025), 2]

@@ -1,8 +1,5 @@
 """How much of a device's memory a sharded model takes while it is prepared, saved and loaded."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from notebook_accel import (
@@ -17,16 +14,16 @@ from tests.accelerator.ranks import RANKS
 _GOAL = 0.6
 
 
-def _model(*, tied: bool = False) -> Any:
+def _model(*, tied=False):
     import torch
 
-    layers: list[Any] = [torch.nn.Linear(512, 512, bias=False) for _ in range(20)]
+    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(20)]
     if tied:
         layers[1].weight = layers[0].weight
     return torch.nn.Sequential(*layers)
 
 
-def _accelerator(**plugin: Any) -> Accelerator:
+def _accelerator(**plugin):
     return Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1 << 17, **plugin
@@ -34,7 +31,7 @@ def _accelerator(**plugin: Any) -> Accelerator:
     )
 
 
-def _peak(call: Any) -> int:
+def _peak(call):
     import torch
 
     torch.accelerator.synchronize()
@@ -45,7 +42,7 @@ def _peak(call: Any) -> int:
     return torch.accelerator.max_memory_allocated() - before
 
 
-def _peak_of_prepare(how: str) -> float:
+def _peak_of_prepare(how):
     import torch
 
     accelerator = _accelerator(cpu_offload=how == "offload")
@@ -67,13 +64,13 @@ def _peak_of_prepare(how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["plain", "optimizer", "frozen", "tied", "offload", "meta"])
-def test_prepare_never_holds_the_whole_model_on_a_device(how: str) -> None:
+def test_prepare_never_holds_the_whole_model_on_a_device(how):
     for peak in notebook_launcher(_peak_of_prepare, (how,), num_processes=RANKS, view="none"):
         # The tied layers are gathered with the model itself: one of its units.
         assert peak <= _GOAL + 0.05 * (how == "tied"), peak
 
 
-def _peak_by_mesh(kind: str) -> float:
+def _peak_by_mesh(kind):
     import torch
 
     plan = {str(number): "rowwise" if number % 2 else "colwise" for number in range(20)}
@@ -87,12 +84,12 @@ def _peak_by_mesh(kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_other_strategies_take_their_part_of_a_device(kind: str) -> None:
+def test_other_strategies_take_their_part_of_a_device(kind):
     for peak in notebook_launcher(_peak_by_mesh, (kind,), num_processes=2, view="none"):
         assert peak <= _GOAL, peak
 
 
-def _peaks_of_checkpoints(folder: str) -> dict[str, float]:
+def _peaks_of_checkpoints(folder):
     import torch
 
     accelerator = _accelerator(state_dict_type="SHARDED_STATE_DICT")
@@ -112,7 +109,7 @@ def _peaks_of_checkpoints(folder: str) -> dict[str, float]:
     return {name: _peak(call) / whole for name, call in calls.items()}
 
 
-def test_full_weights_are_never_whole_on_a_device(tmp_path: Path) -> None:
+def test_full_weights_are_never_whole_on_a_device(tmp_path):
     run = notebook_launcher(
         _peaks_of_checkpoints, (str(tmp_path),), num_processes=RANKS, view="none"
     )

@@ -1,14 +1,12 @@
 """A pause gives the devices back, and the training goes on to the bit."""
 
 import time
-from typing import Any
 
 import pytest
 import torch
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, set_seed
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.run import Run
 from tests.accelerator.ranks import RANKS
 from tests.launches import launch
 from tests.waiting import eventually
@@ -16,23 +14,23 @@ from tests.waiting import eventually
 SOON = 60.0
 
 
-def train(num_batches: int, fsdp: bool) -> tuple[list[float], list[int]]:
+def train(num_batches, fsdp):
     """Return the losses, and what lies on the device in a pause, seen from a thread."""
     import threading
 
     set_seed(0)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
     accelerator = Accelerator(fsdp_plugin=plugin)
-    model: Any = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
-    optimizer: Any = torch.optim.AdamW(model.parameters())
-    loader: Any = torch.utils.data.DataLoader(torch.randn(num_batches * 8, 512), batch_size=4)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.randn(num_batches * 8, 512), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.knob("ready", 0)
     device = torch.get_device_module(accelerator.device)
-    held: list[int] = []
+    held = []
     ends = threading.Event()
 
-    def look() -> None:
+    def look():
         while not ends.wait(0.01):
             held.append(device.memory_allocated())
 
@@ -49,13 +47,13 @@ def train(num_batches: int, fsdp: bool) -> tuple[list[float], list[int]]:
     return losses, held[20:]
 
 
-def start(fsdp: bool, **asked: Any) -> Run:
+def start(fsdp, **asked):
     config = LaunchConfig(num_processes=RANKS)
     return launch(train, (30 * RANKS, fsdp), config=config, **asked)
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
-def test_a_pause_frees_the_device_and_changes_nothing(fsdp: bool) -> None:
+def test_a_pause_frees_the_device_and_changes_nothing(fsdp):
     twin = start(fsdp)
     run = start(fsdp, block=False)
     eventually(

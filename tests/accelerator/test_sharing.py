@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, ConfigError, Run, notebook_launcher, sweep
+from notebook_accel import Accelerator, ConfigError, notebook_launcher, sweep
 from notebook_accel.launch import rank_environment, run_list
 from tests.waiting import eventually
 
 SOON = 60.0
 
 
-def visible(number: int = 0, until: str = "") -> str | None:
+def visible(number=0, until=""):
     accelerator = Accelerator()
     accelerator.log({"number": number})
     while until and not os.path.exists(until) and not accelerator.should_stop:
@@ -23,9 +23,7 @@ def visible(number: int = 0, until: str = "") -> str | None:
     return os.environ.get("SIM_VISIBLE_DEVICES")
 
 
-def test_a_device_that_a_run_uses_is_given_to_no_trial_and_no_clone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_a_device_that_a_run_uses_is_given_to_no_trial_and_no_clone(monkeypatch, tmp_path):
     monkeypatch.setenv("SIM_DEVICES", "2")
     monkeypatch.setenv("SIM_READS_CUDA_VISIBLE", "0")
     monkeypatch.setitem(rank_environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
@@ -36,7 +34,7 @@ def test_a_device_that_a_run_uses_is_given_to_no_trial_and_no_clone(
     assert run.status == "running"
     with run_list.choosing:  # as while a sweep chooses
         clones = threading.Thread(target=lambda: made.append(run.clone()), daemon=True)
-        made: list[Run] = []
+        made = []
         clones.start()
         clones.join(0.5)
         assert clones.is_alive(), "it chooses after the others"
@@ -57,7 +55,7 @@ def test_a_device_that_a_run_uses_is_given_to_no_trial_and_no_clone(
     assert "waits for" not in str(waits._bundle())
 
 
-def takes_turns(number: int) -> tuple[str | None, int]:
+def takes_turns(number):
     accelerator = Accelerator()
     model = torch.nn.Linear(4, 4)
     model, loader = accelerator.prepare(model, DataLoader(torch.randn(60, 4), batch_size=2))
@@ -67,7 +65,7 @@ def takes_turns(number: int) -> tuple[str | None, int]:
     return os.environ.get("SIM_VISIBLE_DEVICES"), step
 
 
-def test_in_turns_each_trial_keeps_its_device_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_turns_each_trial_keeps_its_device_and_ends(monkeypatch):
     monkeypatch.setenv("SIM_DEVICES", "2")
     monkeypatch.setenv("SIM_READS_CUDA_VISIBLE", "0")
     monkeypatch.setitem(rank_environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from notebook_accel.training.processes import devices
 _KIND = str(torch.accelerator.current_accelerator())
 
 
-def test_a_script_of_torchrun_ends_without_a_warning_of_its_group(tmp_path: Path) -> None:
+def test_a_script_of_torchrun_ends_without_a_warning_of_its_group(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import atexit, torch\nfrom torch.distributed import is_initialized\n"
@@ -31,7 +30,7 @@ def test_a_script_of_torchrun_ends_without_a_warning_of_its_group(tmp_path: Path
     assert (done.stdout.count("closed"), done.stdout.count("left open")) == (2, 0)
 
 
-def _states() -> list[bool]:
+def _states():
     """Whether the state of device 1 is given and restored while device 0 is the current one."""
     one = torch.device(_KIND, 1)
     torch.manual_seed(1)
@@ -43,11 +42,11 @@ def _states() -> list[bool]:
     return [not torch.equal(before, after), torch.equal(torch.rand(3, device=one).cpu(), drawn)]
 
 
-def test_random_states_are_those_of_the_device_asked_for() -> None:
+def test_random_states_are_those_of_the_device_asked_for():
     assert notebook_launcher(_states, num_processes=1, view="none")[0] == [True, True]
 
 
-def _step_made_before() -> bool:
+def _step_made_before():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,14 +61,12 @@ def _step_made_before() -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_optimizer_made_before_steps_the_weights_on_the_device(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_made_before_steps_the_weights_on_the_device(ranks, monkeypatch):
     monkeypatch.setenv("SIM_NEW_PARAMETERS", "1")
     assert all(notebook_launcher(_step_made_before, num_processes=ranks, view="none"))
 
 
-def test_ranks_that_share_a_device_are_sent_to_gloo_only_where_it_serves_the_device() -> None:
+def test_ranks_that_share_a_device_are_sent_to_gloo_only_where_it_serves_the_device():
     with pytest.raises(Exception, match="Start at most") as caught:
         devices.choose_device(cpu=False, local_rank=torch.accelerator.device_count())
     serves = _KIND in torch.distributed.Backend.backend_capability["gloo"]

@@ -1,7 +1,6 @@
 """Where the time of steps goes on devices that compute while the host goes on, and their memory."""
 
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -18,23 +17,23 @@ STEPS = 60
 class Samples:
     """Samples that take a while to read."""
 
-    def __init__(self, wait: float) -> None:
+    def __init__(self, wait):
         self.wait = wait
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2 * STEPS
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         time.sleep(self.wait)
         return torch.ones(64)
 
 
-def train(kind: str) -> None:
+def train(kind):
     accelerator = Accelerator()
     is_slow = accelerator.process_index == 1
-    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(Samples(0.06 * (is_slow and kind == "data")), batch_size=1)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Samples(0.06 * (is_slow and kind == "data")), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     much = torch.ones(800, 800, device=accelerator.device)
     for batch in loader:
@@ -47,7 +46,7 @@ def train(kind: str) -> None:
         optimizer.zero_grad()
 
 
-def test_the_others_wait_on_their_device_for_a_rank_that_waits_for_data() -> None:
+def test_the_others_wait_on_their_device_for_a_rank_that_waits_for_data():
     run = notebook_launcher(train, ("data",), num_processes=2, view="none")
     (line,) = step_lines(run.state)
     assert line.startswith("rank 1 waits ")
@@ -58,18 +57,18 @@ def test_the_others_wait_on_their_device_for_a_rank_that_waits_for_data() -> Non
     assert slow.data_wait > slow.total / 2 > fast.data_wait
 
 
-def test_a_slow_device_is_named() -> None:
+def test_a_slow_device_is_named():
     run = notebook_launcher(train, ("device",), num_processes=2, view="none")
     (line,) = step_lines(run.state)
     assert line.startswith("the others wait ")
     assert line.endswith("% of each step for rank 1")
 
 
-def stepping(reads: float) -> dict[str, float]:
+def stepping(reads):
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))
-    model: Any = nn.Linear(64, 64)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(Samples(reads), batch_size=1, pin_memory=True)  # type: ignore[arg-type]
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Samples(reads), batch_size=1, pin_memory=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     much = torch.ones(1000, 1000, device=accelerator.device)
     longest = 0.0
@@ -85,13 +84,13 @@ def stepping(reads: float) -> dict[str, float]:
     return {"longest": longest, "behind": time.perf_counter() - begun}
 
 
-def test_measuring_never_waits_for_the_device() -> None:
+def test_measuring_never_waits_for_the_device():
     # The host is done long before the device is, events or not.
     (found,) = notebook_launcher(stepping, (0.0,), num_processes=1, view="none")
     assert found["behind"] > 5 * found["longest"], found
 
 
-def test_data_that_is_read_while_the_device_computes_is_not_waited_for() -> None:
+def test_data_that_is_read_while_the_device_computes_is_not_waited_for():
     run = notebook_launcher(stepping, (0.002,), num_processes=1, view="none")
     (rank,) = run.state.ranks
     times = rank.step_times
@@ -99,10 +98,10 @@ def test_data_that_is_read_while_the_device_computes_is_not_waited_for() -> None
     assert step_lines(run.state) == []
 
 
-def fill(megabytes: int) -> None:
+def fill(megabytes):
     accelerator = Accelerator()
-    model: Any = nn.Linear(4000, 4000, bias=False)
-    optimizer: Any = torch.optim.Adam(model.parameters())
+    model = nn.Linear(4000, 4000, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     kept = [torch.ones(250_000, device=accelerator.device) for _ in range(megabytes)]
     for _ in range(10):
@@ -112,7 +111,7 @@ def fill(megabytes: int) -> None:
     del kept
 
 
-def test_memory_at_its_peak_and_a_hint_before_it_is_full() -> None:
+def test_memory_at_its_peak_and_a_hint_before_it_is_full():
     # Of a GB: 4 times 64 MB of the model, and what is kept.
     run = notebook_launcher(fill, (100,), num_processes=1, view="none")
     (rank,) = run.state.ranks
@@ -128,7 +127,7 @@ def test_memory_at_its_peak_and_a_hint_before_it_is_full() -> None:
     assert step_lines(run.state)[-1].startswith("device memory of rank 0 is nearly full, ")
 
 
-def test_an_error_says_what_fills_the_memory() -> None:
+def test_an_error_says_what_fills_the_memory():
     with pytest.raises(WorkerError) as raised:
         notebook_launcher(fill, (5000,), num_processes=1, view="none")
     text = str(raised.value)

@@ -3,14 +3,13 @@
 import itertools
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from notebook_accel import Accelerator, NotebookAccelError, RunStopped
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view import View
 from tests.accelerator.ranks import RANKS
 from tests.kernel.notebooks import open_notebook
@@ -23,34 +22,34 @@ SOON = 60.0
 class Data(torch.utils.data.Dataset[torch.Tensor]):
     """Items that depend on the step that uses them: each step takes two on each rank."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 40_000
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return batch(index // (2 * RANKS))[0]
 
 
-def batch(step: int) -> torch.Tensor:
+def batch(step):
     return (torch.arange(16.0).reshape(2, 8) % 2 + step % 7) / 8
 
 
-def made() -> tuple[Any, Any]:
+def made():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
-def loss_of(model: Any, inputs: torch.Tensor) -> Any:
+def loss_of(model, inputs):
     return (model(inputs) - 1).square().mean()
 
 
-def train(way: str, folder: str) -> None:
+def train(way, folder):
     """A loop without an end, in which the host never waits for its device; others are slower."""
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(*made())
-    batches: Any = (batch(step).to(accelerator.device) for step in itertools.count())
+    batches = (batch(step).to(accelerator.device) for step in itertools.count())
     if way == "loader":
-        loader: Any = torch.utils.data.DataLoader(Data(), batch_size=2)
+        loader = torch.utils.data.DataLoader(Data(), batch_size=2)
         batches = accelerator.prepare(loader)
     for step, inputs in enumerate(batches):
         accelerator.backward(loss_of(model, inputs))
@@ -61,7 +60,7 @@ def train(way: str, folder: str) -> None:
             Path(folder, str(accelerator.process_index)).touch()
 
 
-def begin(function: Any, *args: Any, folder: Path, **config: Any) -> Run:
+def begin(function, *args, folder, **config):
     run = launch(
         function,
         (*args, str(folder)),
@@ -74,7 +73,7 @@ def begin(function: Any, *args: Any, folder: Path, **config: Any) -> Run:
     return run
 
 
-def check_is_of_one_step(rescued: Any) -> None:
+def check_is_of_one_step(rescued):
     model, optimizer = made()
     for step in range(rescued.step):
         loss_of(model, batch(step)).backward()
@@ -86,7 +85,7 @@ def check_is_of_one_step(rescued: Any) -> None:
 
 @pytest.mark.parametrize("way", ["loader", "steps"])
 @pytest.mark.parametrize("press", ["interrupt", "stop"])
-def test_the_training_is_kept_where_hosts_run_apart(press: str, way: str, tmp_path: Path) -> None:
+def test_the_training_is_kept_where_hosts_run_apart(press, way, tmp_path):
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -103,7 +102,7 @@ def test_the_training_is_kept_where_hosts_run_apart(press: str, way: str, tmp_pa
             assert run.rescued.files["loader.bin"]["given"] == run.rescued.step, "a resume's place"
 
 
-def hang(how: str, folder: str) -> None:
+def hang(how, folder):
     """Rank 0 waits for a device that waits for rank 1, whose host does something else."""
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(*made())
@@ -130,7 +129,7 @@ def hang(how: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["copies", "reads", "saves"])
-def test_what_waits_for_a_rank_that_left_is_given_up(how: str, tmp_path: Path) -> None:
+def test_what_waits_for_a_rank_that_left_is_given_up(how, tmp_path):
     run = begin(hang, how, folder=tmp_path)
     time.sleep(0.5)
     began = time.monotonic()
@@ -146,7 +145,7 @@ def test_what_waits_for_a_rank_that_left_is_given_up(how: str, tmp_path: Path) -
         assert "were aborted" in (tmp_path / "refused").read_text(), "what is left is of no step"
 
 
-def test_a_session_keeps_its_names_and_trains_on(tmp_path: Path) -> None:
+def test_a_session_keeps_its_names_and_trains_on(tmp_path):
     loop = """
         %%accelerate
         for step in range(10_000):

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -39,31 +38,29 @@ _EXPECTED = {"ok", "LaunchError", "WorkerError", "RunStopped", "KeyboardInterrup
 class Chaos:
     """Some kernels, what is done to them, and what was wrong."""
 
-    def __init__(
-        self, seed: int, sandbox: Path, *, num_kernels: int = _NUM_KERNELS, imports: str = ""
-    ) -> None:
+    def __init__(self, seed, sandbox, *, num_kernels=_NUM_KERNELS, imports=""):
         self._random = random.Random(seed)
-        self._kernels: list[Kernel] = []
+        self._kernels = []
         self._sandbox = sandbox
-        self._events: Counter[Kernel] = Counter()
+        self._events = Counter()
         self._num_kernels = num_kernels
         self._imports = imports
-        self.counts: Counter[str] = Counter()
-        self.wrong: list[str] = []
+        self.counts = Counter()
+        self.wrong = []
         self._shared_before = set(os.listdir("/dev/shm"))
         for name in ("runs", "tmp", "home", "cwd"):
             (sandbox / name).mkdir()
 
     # ---- kernels ---------------------------------------------------------------------------
 
-    def _fill_up(self) -> None:
+    def _fill_up(self):
         while len(self._kernels) < self._num_kernels:
             kernel = Kernel(self._environment(), self._sandbox / "cwd")
             self._kernels.append(kernel)
             self._check(kernel, "a launch in a new kernel", kernel.ask("cells.work()"))
             self._count_files(kernel)
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self):
         return {
             **os.environ,
             "NOTEBOOK_ACCEL_RUNS": str(self._sandbox / "runs"),
@@ -74,7 +71,7 @@ class Chaos:
 
     # ---- events ----------------------------------------------------------------------------
 
-    def run(self, num_events: int) -> None:
+    def run(self, num_events):
         done = 0
         while done < num_events:
             self._fill_up()
@@ -94,7 +91,7 @@ class Chaos:
             self._drop(kernel)
         self._look_for_files()
 
-    def _happen(self, kernel: Kernel) -> int:
+    def _happen(self, kernel):
         """One event; gives how many processes died of it."""
         moves = {
             self._start_and_kill: 85,
@@ -109,7 +106,7 @@ class Chaos:
             self._settle(kernel)
         return deaths
 
-    def _start_and_kill(self, kernel: Kernel) -> int:
+    def _start_and_kill(self, kernel):
         """Begin a run, and kill something at some moment of it."""
         victim = self._random.choices(list(_VICTIMS), list(_VICTIMS.values()))[0]
         kernel.send(f"cells.start({self._random.choice(_KINDS)!r}, {self._random.randint(1, 3)})")
@@ -120,12 +117,12 @@ class Chaos:
         self._take_answer(kernel, "start")
         return deaths
 
-    def _start_and_halt(self, kernel: Kernel) -> int:
+    def _start_and_halt(self, kernel):
         """Begin a run, and SIGSTOP its agent or the template at some moment of it."""
         victim = self._random.choices(list(_STOPPED), list(_STOPPED.values()))[0]
         kernel.send(f"cells.start({self._random.choice(_KINDS)!r}, {self._random.randint(1, 3)})")
         time.sleep(self._random.choice([0.02, 0.1, 0.5, 2.0]) * self._random.random())
-        candidates: list[psutil.Process] = getattr(kernel.census(), victim)
+        candidates = getattr(kernel.census(), victim)
         if candidates:
             chosen = self._random.choice(candidates)
             with suppress(psutil.NoSuchProcess):
@@ -135,12 +132,12 @@ class Chaos:
         return 0
 
     @staticmethod
-    def _let_go_on(kernel: Kernel) -> None:
+    def _let_go_on(kernel):
         for process in kernel.others():
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def _kill_kernel(self, kernel: Kernel) -> int:
+    def _kill_kernel(self, kernel):
         self.counts["kernel"] += 1
         kernel.kill()
         self._let_go_on(kernel)
@@ -148,8 +145,8 @@ class Chaos:
         self._drop(kernel)
         return 1
 
-    def _kill_one(self, kernel: Kernel, victim: str) -> int:
-        candidates: list[psutil.Process] = getattr(kernel.census(), victim)
+    def _kill_one(self, kernel, victim):
+        candidates = getattr(kernel.census(), victim)
         if not candidates:
             return 0
         chosen = self._random.choice(candidates)
@@ -160,7 +157,7 @@ class Chaos:
         self.counts[victim] += 1
         return 1
 
-    def _interrupt(self, kernel: Kernel) -> int:
+    def _interrupt(self, kernel):
         kernel.send(f"cells.follow({self._random.choice(_KINDS)!r}, 2)")
         time.sleep(self._random.choice([0.05, 0.5]) * self._random.random())
         for _ in range(3):
@@ -170,12 +167,12 @@ class Chaos:
         self._take_answer(kernel, "follow")
         return 0
 
-    def _stop(self, kernel: Kernel) -> int:
+    def _stop(self, kernel):
         self.counts["stop"] += 1
         kernel.ask("cells.stop()")
         return 0
 
-    def _take_answer(self, kernel: Kernel, what: str) -> None:
+    def _take_answer(self, kernel, what):
         answer = kernel.answer()
         self.counts[f"{what}: {answer}"] += 1
         if answer not in _EXPECTED:
@@ -183,7 +180,7 @@ class Chaos:
 
     # ---- what must hold --------------------------------------------------------------------
 
-    def _settle(self, kernel: Kernel) -> None:
+    def _settle(self, kernel):
         """End all runs: only the template may be left, and the next launch works."""
         for how in kernel.ask("cells.end()"):
             self._check(kernel, "a run", how)
@@ -193,8 +190,8 @@ class Chaos:
         self._expect(kernel, 1, "the next launch")
         self._count_files(kernel)
 
-    def _count_files(self, kernel: Kernel) -> None:
-        files: dict[str, str] = kernel.ask("cells.count_files()")
+    def _count_files(self, kernel):
+        files = kernel.ask("cells.count_files()")
         ours = [name for name in files.values() if not _ALLOWED.search(name)]
         names = Counter(re.sub(r"\d+", "N", name) for name in ours)
         if kernel.files is None:
@@ -202,7 +199,7 @@ class Chaos:
         elif more := names - kernel.files:
             self._note(kernel, f"more open files than at the start: {dict(more)}")
 
-    def _expect(self, kernel: Kernel, count: int, what: str) -> None:
+    def _expect(self, kernel, count, what):
         allowed = count + _MAX_PREPARED * bool(count and self._imports)
         try:
             eventually(lambda: len(kernel.others()) <= allowed, within=_GONE_SECONDS, what="gone")
@@ -211,21 +208,21 @@ class Chaos:
                 with suppress(psutil.Error):
                     self._note(kernel, f"left of {what}: {_describe(process)}")
 
-    def _check(self, kernel: Kernel, what: str, answer: Any) -> None:
+    def _check(self, kernel, what, answer):
         if "WRONG" in answer:
             self._note(kernel, f"{what}: {answer}")
 
-    def _note(self, kernel: Kernel, text: str) -> None:
+    def _note(self, kernel, text):
         line = f"{text}\n    in kernel {kernel.pid} after {kernel.commands[-8:]}"
         print(f"WRONG {line}", flush=True)
         self.wrong.append(line)
 
-    def _drop(self, kernel: Kernel) -> None:
+    def _drop(self, kernel):
         if kernel in self._kernels:
             self._kernels.remove(kernel)
         kernel.discard()
 
-    def _look_for_files(self) -> None:
+    def _look_for_files(self):
         folders = [self._sandbox / name for name in ("tmp", "cwd", "home")]
         left = [path for folder in folders for path in folder.rglob("*")]
         shared = set(os.listdir("/dev/shm")) - self._shared_before
@@ -235,11 +232,11 @@ class Chaos:
                 self.wrong.append(f"a file is left: {path}")
 
 
-def _describe(process: psutil.Process) -> str:
+def _describe(process):
     return f"{process.pid} of {process.ppid()}, {process.status()}: {process.cmdline()[-1:]}"
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--events", type=int, default=200, help="how many processes are killed")
     parser.add_argument("--seed", type=int, default=None)

@@ -19,7 +19,7 @@ from tests.launches import launch
 
 _END_SECONDS = 20.0
 
-_runs: list[Any] = []
+_runs = []
 # What each template imports for all ranks, as if a cell had imported it.
 if _imported := os.environ.get("CHAOS_IMPORTS"):
     warm()
@@ -65,7 +65,7 @@ def _loader(_: Any) -> None:
     subprocess.Popen(["setsid", "sleep", "600"])
     data = [torch.ones(1000) * number for number in range(64)]
     while True:
-        for _ in DataLoader(data, batch_size=8, num_workers=2):  # type: ignore[arg-type]
+        for _ in DataLoader(data, batch_size=8, num_workers=2):
             time.sleep(0.002)
 
 

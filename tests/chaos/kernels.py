@@ -4,7 +4,6 @@ import ast
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -31,9 +30,9 @@ class Kernel:
     """A notebook from which runs are launched."""
 
     def __init__(self, environment: Mapping[str, str], cwd: Path) -> None:
-        self.files: Counter[str] | None = None
-        self.commands: list[str] = []
-        self._cell: str | None = None
+        self.files = None
+        self.commands = []
+        self._cell = None
         self._stack = ExitStack()
         self._notebook = self._stack.enter_context(open_notebook(environment))
         self.pid, self.others = self._notebook.pid, self._notebook.others
@@ -75,7 +74,7 @@ class Kernel:
 
     def census(self) -> Census:
         kinds = ("template", "prepared", "agent", "rank", "worker")
-        found: dict[str, list[psutil.Process]] = {kind: [] for kind in kinds}
+        found = {kind: [] for kind in kinds}
         others = self.others()
         agents = {process.pid for process in others if self._is_agent(process)}
         for process in others:

@@ -9,7 +9,7 @@ from tests.chaos.__main__ import Chaos
 
 
 @pytest.mark.serial
-def test_a_few_deaths() -> None:
+def test_a_few_deaths():
     # A short folder: sockets get their paths there.
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         chaos = Chaos(7, Path(folder), num_kernels=2)

@@ -5,7 +5,7 @@ import torch
 
 
 @pytest.fixture
-def kind() -> str:
+def kind():
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return device.type

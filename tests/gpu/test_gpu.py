@@ -5,7 +5,6 @@ Run them there with: make test-gpu
 
 import os
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,11 +25,11 @@ from tests.launches import call
 pytestmark = pytest.mark.gpu
 
 
-def _num_gpus() -> int:
+def _num_gpus():
     return torch.accelerator.device_count()
 
 
-def _train(steps: int, *, cpu: bool = False, precision: str | None = None) -> dict[str, Any]:
+def _train(steps, *, cpu=False, precision=None):
     """Train a small model on data that depends on nothing but the step; gives what it saw."""
     # At torch's first scale the first steps overflow and are skipped.
     scaling = GradScalerKwargs(init_scale=256.0)
@@ -56,7 +55,7 @@ def _train(steps: int, *, cpu: bool = False, precision: str | None = None) -> di
     }
 
 
-def test_one_rank_a_gpu_by_default_and_weights_come_back_to_the_cpu(kind: str) -> None:
+def test_one_rank_a_gpu_by_default_and_weights_come_back_to_the_cpu(kind):
     run = notebook_launcher(_train, (5,), view="none")
     assert len(run) == _num_gpus()
     assert [result["device"] for result in run] == [f"{kind}:{rank}" for rank in range(len(run))]
@@ -64,7 +63,7 @@ def test_one_rank_a_gpu_by_default_and_weights_come_back_to_the_cpu(kind: str) -
     assert all(rank.device_memory for rank in run.state.ranks)
 
 
-def test_a_kernel_that_uses_its_gpu_launches_again_and_again(kind: str) -> None:
+def test_a_kernel_that_uses_its_gpu_launches_again_and_again(kind):
     ours = torch.ones(1000, device=kind)
     for _ in range(2):
         run = notebook_launcher(_train, (2,), num_processes=1, view="none")
@@ -72,7 +71,7 @@ def test_a_kernel_that_uses_its_gpu_launches_again_and_again(kind: str) -> None:
     assert float(ours.sum()) == 1000.0
 
 
-def test_training_on_the_gpu_equals_training_on_the_cpu() -> None:
+def test_training_on_the_gpu_equals_training_on_the_cpu():
     gpu = notebook_launcher(_train, (10,), num_processes=1, view="none")
     cpu = notebook_launcher(_train, (10,), num_processes=1, devices="cpu", view="none")
     assert cpu[0]["device"] == "cpu"
@@ -81,7 +80,7 @@ def test_training_on_the_gpu_equals_training_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains(precision: str) -> None:
+def test_mixed_precision_trains(precision):
     plain = notebook_launcher(_train, (10,), num_processes=1, view="none")
     mixed = notebook_launcher(
         _train, (10,), num_processes=1, mixed_precision=precision, view="none"
@@ -91,7 +90,7 @@ def test_mixed_precision_trains(precision: str) -> None:
 
 
 @pytest.mark.real_gpu
-def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo() -> None:
+def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo():
     too_many = _num_gpus() + 1
     with pytest.raises(ConfigError, match=f"num_processes={too_many}"):
         notebook_launcher(_train, (1,), num_processes=too_many, view="none")
@@ -102,7 +101,7 @@ def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo() -> None:
     assert run[0]["losses"] == pytest.approx(run[1]["losses"])
 
 
-def test_two_ranks_train_as_one_by_the_backend_of_the_device(kind: str) -> None:
+def test_two_ranks_train_as_one_by_the_backend_of_the_device(kind):
     if _num_gpus() < 2:
         pytest.skip("needs two GPUs")
     two = notebook_launcher(_train, (10,), num_processes=2, view="none")
@@ -112,7 +111,7 @@ def test_two_ranks_train_as_one_by_the_backend_of_the_device(kind: str) -> None:
     assert two[0]["losses"] == pytest.approx(one[0]["losses"], rel=1e-4)
 
 
-def _meet(raises: bool) -> tuple[int, float]:
+def _meet(raises):
     """Where rank 0 raises, rank 1 waits for it on its device."""
     accelerator = Accelerator()
     one = torch.ones(1, device=accelerator.device)
@@ -122,7 +121,7 @@ def _meet(raises: bool) -> tuple[int, float]:
     return accelerator.process_index, float(accelerator.reduce(one, "sum"))
 
 
-def test_ranks_of_a_session_survive_one_that_raises_while_others_wait_on_their_gpus() -> None:
+def test_ranks_of_a_session_survive_one_that_raises_while_others_wait_on_their_gpus():
     if _num_gpus() < 2:
         pytest.skip("needs two GPUs")
     session = Session(LaunchRequest(config=LaunchConfig(num_processes=2)))
@@ -137,7 +136,7 @@ def test_ranks_of_a_session_survive_one_that_raises_while_others_wait_on_their_g
         session.close()
 
 
-def _queue_alone() -> int:
+def _queue_alone():
     accelerator = Accelerator()
     one = torch.ones(1, device=accelerator.device)
     accelerator.reduce(one)
@@ -146,31 +145,31 @@ def _queue_alone() -> int:
     return accelerator.process_index
 
 
-def test_a_run_ends_although_a_rank_has_queued_what_no_other_has() -> None:
+def test_a_run_ends_although_a_rank_has_queued_what_no_other_has():
     if _num_gpus() < 2:
         pytest.skip("needs two GPUs")
     run = notebook_launcher(_queue_alone, num_processes=2, timeout=60, view="none")
     assert run.results == [0, 1]
 
 
-def test_chosen_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_devices(monkeypatch):
     last = _num_gpus() - 1
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     run = notebook_launcher(_visible, devices=[last], view="none")
     assert run.results == [(str(last), 1)]
 
 
-def _visible() -> tuple[str, int]:
+def _visible():
     return os.environ["CUDA_VISIBLE_DEVICES"], torch.accelerator.device_count()
 
 
-def _open_devices(pid: int | str = "self") -> list[str]:
+def _open_devices(pid="self"):
     folder = Path("/proc", str(pid), "fd")
     paths = [os.readlink(path) for path in folder.iterdir() if path.is_symlink()]
     return [path for path in paths if path.startswith("/dev/nvidia")]
 
 
-def _choose_in_the_function() -> tuple[list[str], list[str], int]:
+def _choose_in_the_function():
     before = _open_devices()
     of_template = _open_devices(psutil.Process(os.getppid()).ppid())
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
@@ -179,17 +178,17 @@ def _choose_in_the_function() -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.real_gpu
-def test_no_device_is_used_before_the_function_does() -> None:
+def test_no_device_is_used_before_the_function_does():
     run = notebook_launcher(_choose_in_the_function, num_processes=1, view="none")
     assert run.results == [([], [], 1)]
 
 
-def _tf32() -> tuple[bool, str]:
+def _tf32():
     return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
 
 
 @pytest.mark.real_gpu
-def test_tf32_of_the_notebook_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_of_the_notebook_reaches_the_ranks(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -200,10 +199,10 @@ def test_tf32_of_the_notebook_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch)
     assert run.results == [(False, "high")]
 
 
-def test_tensors_of_the_notebook_on_a_gpu_arrive_on_the_cpu_with_a_line(kind: str) -> None:
+def test_tensors_of_the_notebook_on_a_gpu_arrive_on_the_cpu_with_a_line(kind):
     weights = torch.arange(4.0, device=kind)
 
-    def train() -> tuple[str, torch.Tensor]:
+    def train():
         return str(weights.device), weights.to(kind) * 2
 
     run = notebook_launcher(train, num_processes=1, view="none")
@@ -215,8 +214,8 @@ def test_tensors_of_the_notebook_on_a_gpu_arrive_on_the_cpu_with_a_line(kind: st
 
 
 @pytest.mark.real_gpu
-def test_a_failing_rank_leaves_no_memory_on_the_gpu() -> None:
-    def train() -> None:
+def test_a_failing_rank_leaves_no_memory_on_the_gpu():
+    def train():
         held = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
         raise ValueError(f"holding {held.numel()}")
 

@@ -4,9 +4,6 @@ Trainings and twins are those of ``test_matrix``, which runs them on the CPU. Si
 and here rounds sums and tanh at other places: some ten times what the order of sums alone does.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from notebook_accel import (
@@ -22,12 +19,12 @@ from tests.training.test_matrix import STRATEGIES, check, precisions_of, train
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def _train_all(strategy: str) -> dict[str, dict[str, Any]]:
+def _train_all(strategy):
     return {name: train(strategy, name, cpu=False) for name in precisions_of(strategy)}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy_on_gpus_equals_one_process(strategy: str) -> None:
+def test_a_strategy_on_gpus_equals_one_process(strategy):
     import torch
 
     ranks, _, _ = STRATEGIES[strategy]
@@ -39,7 +36,7 @@ def test_a_strategy_on_gpus_equals_one_process(strategy: str) -> None:
 
 
 @pytest.mark.real_gpu
-def test_what_inductor_builds_trains() -> None:
+def test_what_inductor_builds_trains():
     import torch
 
     (result,) = notebook_launcher(train_blocks, (False,), num_processes=1, view="none")
@@ -48,7 +45,7 @@ def test_what_inductor_builds_trains() -> None:
         torch.testing.assert_close(result["INDUCTOR"][name], value, atol=1e-5, rtol=0)
 
 
-def _read_by_default_on_the_gpu(kind: str, save_dir: str) -> tuple[list[float], str]:
+def _read_by_default_on_the_gpu(kind, save_dir):
     import torch
 
     torch.set_default_device(kind)
@@ -57,7 +54,7 @@ def _read_by_default_on_the_gpu(kind: str, save_dir: str) -> tuple[list[float], 
     config = DataLoaderConfiguration(dispatch_batches=accelerator.num_processes > 1)
     accelerator.dataloader_config = config
     data = torch.utils.data.TensorDataset(torch.arange(6.0, device="cpu"))
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
     loader, _ = accelerator.prepare(loader, torch.nn.Linear(2, 2))
     batches = [batch for (batch,) in loader]
     accelerator.save_state(save_dir, async_save=True)
@@ -66,9 +63,7 @@ def _read_by_default_on_the_gpu(kind: str, save_dir: str) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(
-    tmp_path: Path, kind: str, ranks: int
-) -> None:
+def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path, kind, ranks):
     import torch
 
     if torch.accelerator.device_count() < ranks:
@@ -80,12 +75,12 @@ def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(
     assert [device for _, device in run] == [f"{kind}:{rank}" for rank in range(ranks)]
 
 
-def _resume_fused(folder: str) -> tuple[str, str]:
+def _resume_fused(folder):
     import torch
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    model: Any = torch.nn.Linear(8, 8)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     for _ in range(2):
         accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).sum())
@@ -99,7 +94,7 @@ def _resume_fused(folder: str) -> tuple[str, str]:
     return optimizer.state[weight]["step"].device.type, whole.device.type
 
 
-def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path, kind):
     import torch
 
     if torch.accelerator.device_count() < 2:
@@ -108,7 +103,7 @@ def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path: Path, kin
     assert run.results == [(kind, "cpu")] * 2
 
 
-def _peak_of_prepare() -> tuple[int, int]:
+def _peak_of_prepare():
     """How far a GPU's memory rises as a model is sharded, and the bytes of the model."""
     import torch
 
@@ -124,7 +119,7 @@ def _peak_of_prepare() -> tuple[int, int]:
     return torch.accelerator.max_memory_allocated() - before, whole
 
 
-def test_a_model_is_sharded_without_room_for_all_of_it() -> None:
+def test_a_model_is_sharded_without_room_for_all_of_it():
     import torch
 
     if torch.accelerator.device_count() < 2:

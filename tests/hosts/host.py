@@ -34,7 +34,7 @@ class HostB:
         self._name = name
         self._home = folder / "home-b"
         self.private = folder / "private"
-        self._joined: list[subprocess.Popen[str]] = []
+        self._joined = []
 
     def boot(self) -> None:
         ip("netns", "add", self._name)

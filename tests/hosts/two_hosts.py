@@ -6,15 +6,12 @@ Run by: make test-hosts (as root, with iproute2 and util-linux).
 import os
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.hosts.host import ADDRESS_A, HostB, host_b
-from tests.kernel.notebooks import SLOW, Notebook, open_notebook
+from tests.hosts.host import ADDRESS_A, host_b
+from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
 if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
@@ -27,25 +24,25 @@ LAUNCH += f"master_addr='{ADDRESS_A}', {{options}})"
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[HostB]:
+def other(tmp_path):
     with host_b(tmp_path) as host:
         yield host
 
 
 @pytest.fixture
-def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+def notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     with open_notebook() as notebook:
         notebook.run("from notebook_accel import *\nimport os, time, socket, torch")
         yield notebook
 
 
-def start(notebook: Notebook, options: str = "", arguments: str = "") -> tuple[str, str, str]:
+def start(notebook, options="", arguments=""):
     """Launch in a cell; gives the cell, and address and token once the page shows them."""
     cell = notebook.start(LAUNCH.format(arguments=arguments, options=options))
-    shown: list[re.Match[str]] = []
+    shown = []
 
-    def is_shown() -> bool:
+    def is_shown():
         texts = [str(d["data"].get("text/plain")) for d in notebook.kernel.displays.values()]
         for text in texts:
             shown.extend(re.finditer(r"JOIN_TOKEN=(\S{64}) notebook-accel join (\S+)", text))
@@ -55,24 +52,22 @@ def start(notebook: Notebook, options: str = "", arguments: str = "") -> tuple[s
     return cell, shown[-1][2], shown[-1][1]
 
 
-def launch_on_both(
-    notebook: Notebook, other: HostB, options: str = "", arguments: str = ""
-) -> tuple[str, subprocess.Popen[str]]:
+def launch_on_both(notebook, other, options="", arguments=""):
     cell, address, token = start(notebook, options, arguments)
     return cell, other.join(address, token)
 
 
-def finish(notebook: Notebook, cell: str) -> str:
+def finish(notebook, cell):
     reply = notebook.finish(cell, timeout=SLOW)
     return "\n".join(reply.traceback)
 
 
-def arrive(notebook: Notebook, path: Path) -> float:
+def arrive(notebook, path):
     eventually(path.exists, within=SLOW, what="the ranks train")
     return time.monotonic()
 
 
-def test_results_logs_and_surroundings_of_both_hosts(notebook: Notebook, other: HostB) -> None:
+def test_results_logs_and_surroundings_of_both_hosts(notebook, other):
     notebook.run(
         """
         os.environ["SET_IN_A_CELL"] = "1"
@@ -94,7 +89,7 @@ def test_results_logs_and_surroundings_of_both_hosts(notebook: Notebook, other: 
     assert notebook.run("print([(type(r[0]) is Point, r[0].x) for r in run])") == (
         "[(True, 3.0), (True, 3.0)]\n"
     )
-    hosts: list[str] = eval(notebook.run("print([r[1] for r in run])"))
+    hosts = eval(notebook.run("print([r[1] for r in run])"))
     assert hosts[0] != hosts[1] == "host-b"
     mine, theirs = eval(notebook.run("print([r[2] for r in run])"))
     assert (mine["OF_HOST_B"], theirs["OF_HOST_B"]) == (None, "yes")
@@ -121,9 +116,7 @@ LOOP = """
 
 
 @pytest.mark.parametrize("how", ["stop", "interrupt"])
-def test_a_stop_and_an_interrupt_end_both_hosts(
-    how: str, notebook: Notebook, other: HostB, tmp_path: Path
-) -> None:
+def test_a_stop_and_an_interrupt_end_both_hosts(how, notebook, other, tmp_path):
     notebook.run(LOOP)
     path = tmp_path / "begun"
     options = "block=False" if how == "stop" else ""
@@ -144,9 +137,7 @@ def test_a_stop_and_an_interrupt_end_both_hosts(
 
 
 @pytest.mark.parametrize("how", ["kill", "cut"])
-def test_a_host_that_is_gone_is_an_error_within_ten_seconds(
-    how: str, notebook: Notebook, other: HostB, tmp_path: Path
-) -> None:
+def test_a_host_that_is_gone_is_an_error_within_ten_seconds(how, notebook, other, tmp_path):
     notebook.run(LOOP)
     path = tmp_path / "begun"
     cell, _ = launch_on_both(notebook, other, "", f"({str(path)!r},), ")
@@ -160,9 +151,7 @@ def test_a_host_that_is_gone_is_an_error_within_ten_seconds(
         eventually(lambda: not other.processes, within=20, what="host B notices as well")
 
 
-def test_a_kernel_that_dies_leaves_nobody_on_the_other_host(
-    notebook: Notebook, other: HostB, tmp_path: Path
-) -> None:
+def test_a_kernel_that_dies_leaves_nobody_on_the_other_host(notebook, other, tmp_path):
     notebook.run(LOOP)
     path = tmp_path / "begun"
     launch_on_both(notebook, other, "", f"({str(path)!r},), ")
@@ -171,9 +160,7 @@ def test_a_kernel_that_dies_leaves_nobody_on_the_other_host(
     eventually(lambda: not other.processes, within=20, what="nobody is left on host B")
 
 
-def test_a_lost_host_is_done_without_from_the_checkpoint_on(
-    notebook: Notebook, other: HostB, tmp_path: Path
-) -> None:
+def test_a_lost_host_is_done_without_from_the_checkpoint_on(notebook, other, tmp_path):
     notebook.run(
         """
         from pathlib import Path
@@ -209,9 +196,7 @@ def test_a_lost_host_is_done_without_from_the_checkpoint_on(
     assert "started again, 1 of 1 times" in notebook.run("print(run.state.notices)")
 
 
-def test_a_checkpoint_folder_that_one_host_does_not_see_is_one_clear_error(
-    notebook: Notebook, other: HostB
-) -> None:
+def test_a_checkpoint_folder_that_one_host_does_not_see_is_one_clear_error(notebook, other):
     notebook.run(
         """
         def train(folder):
@@ -250,9 +235,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("kind", [*TRAININGS])
-def test_losses_over_both_hosts_are_those_of_one_process(
-    kind: str, notebook: Notebook, other: HostB
-) -> None:
+def test_losses_over_both_hosts_are_those_of_one_process(kind, notebook, other):
     notebook.run(TRAININGS[kind])
     notebook.run(
         """
@@ -276,7 +259,7 @@ def test_losses_over_both_hosts_are_those_of_one_process(
     )
     cell, _ = launch_on_both(notebook, other)
     assert finish(notebook, cell) == ""
-    both: list[list[float]] = eval(notebook.run("print(run.results)"))
+    both = eval(notebook.run("print(run.results)"))
     notebook.run("alone = notebook_launcher(train, num_processes=1, devices='cpu', view='none')")
     (alone,) = eval(notebook.run("print(alone.results)"))
     for losses in both:

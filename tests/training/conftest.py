@@ -1,7 +1,6 @@
 """What the tests of training share."""
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from tests.training.single import forget_states, fresh_rank  # noqa: F401
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread():
     """One thread for the single process: on busy cores a second one waits in a loop."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -19,7 +18,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_peer() -> None:
+def _fresh_peer():
     """Nothing that Accelerate keeps in this process from an earlier test, of another file maybe."""
     if "accelerate.state" in sys.modules:
         forget_states(sys.modules["accelerate"])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "strategy", [name for name, row in test_matrix.STRATEGIES.items() if row[0] == 8]
 )
-def test_a_strategy_equals_one_process(strategy: str) -> None:
+def test_a_strategy_equals_one_process(strategy):
     for of_rank in test_matrix.trained(8):
         for precision, ours in of_rank[strategy].items():
             test_matrix.check(strategy, precision, ours, FLOAT_ERROR)
@@ -23,6 +23,6 @@ def test_a_strategy_equals_one_process(strategy: str) -> None:
 @pytest.mark.parametrize(
     "context", [name for name, row in test_context.CONTEXTS.items() if row[0] == 8]
 )
-def test_divided_sequences_equal_one_process(context: str) -> None:
+def test_divided_sequences_equal_one_process(context):
     for of_rank in test_context.trained(8):
         test_context.check(context, of_rank[context])

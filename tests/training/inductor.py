@@ -1,7 +1,6 @@
 """Training by what inductor builds (``make test-inductor``): its C++ compiler takes a minute."""
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -19,34 +18,34 @@ pytestmark = [
 
 
 class Curve(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh(self.linear(x))
 
 
 class Curves(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([Curve(), Curve()])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def train_blocks(cpu: bool = True) -> dict[str, Any]:
+def train_blocks(cpu=True):
     """The weights after three steps, without a compiler and with it; and how many graphs it got."""
-    seen: dict[str, Any] = {}
+    seen = {}
     for backend in (DynamoBackend.NO, DynamoBackend.INDUCTOR):
         plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
         accelerator = Accelerator(cpu=cpu, dynamo_plugin=plugin)
         torch.manual_seed(2)
-        model: Any = Curves()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        model = Curves()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model, optimizer = accelerator.prepare(model, optimizer)
         for step in range(3):
             inputs = torch.arange(6.0, device=accelerator.device).reshape(2, 3)
@@ -60,7 +59,7 @@ def train_blocks(cpu: bool = True) -> dict[str, Any]:
     return {**seen, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
-def test_what_inductor_builds_trains() -> None:
+def test_what_inductor_builds_trains():
     for result in run_ranks(train_blocks, 2, imports=("torch._inductor.compile_fx",), timeout=300):
         assert result["graphs"] == 1
         for name, value in result["NO"].items():
@@ -68,7 +67,7 @@ def test_what_inductor_builds_trains() -> None:
             torch.testing.assert_close(result["INDUCTOR"][name], value, atol=1e-5, rtol=0)
 
 
-def test_a_whole_model_is_built_too() -> None:
+def test_a_whole_model_is_built_too():
     model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
     prepared = Accelerator(cpu=True, dynamo_backend="inductor").prepare(model)
     with torch.no_grad():

@@ -102,7 +102,7 @@ OF_ITS_OWN = {
     "activation_checkpointing_offload": True,
 }
 # name: ranks, shares of the data, what the user asks for (made on the rank)
-MESHES: dict[str, tuple[int, int, Any]] = {
+MESHES = {
     "fsdp": (2, 2, sharded),
     "fsdp, blocks": (2, 2, lambda: sharded(blocks)),
     "fsdp, blocks by size": (2, 2, lambda: sharded(**BY_SIZE)),
@@ -125,7 +125,7 @@ BY_RANK = "1F1B, shards, files by rank"
 THREE = "1F1B, three micro-batches"
 INTERLEAVED = "Interleaved1F1B"
 IN_STAGES = {"*.up": "colwise", "*.down": "rowwise"}
-PIPELINES: dict[str, tuple[int, int, Any]] = {
+PIPELINES = {
     "1F1B": (2, 1, lambda: divided(pp_size=2, num_microbatches=2)),
     THREE: (2, 1, lambda: staged(num_microbatches=3)),
     "GPipe": (2, 1, lambda: staged(pp_schedule="GPipe")),
@@ -143,12 +143,7 @@ def staged(**asked: Any) -> dict[str, Any]:
 
 
 # A loop that calls ``forward_backward`` is the same for all.
-LAYOUTS: dict[str | None, tuple[int, int, Any]] = {
-    None: (2, 2, dict),
-    "single": (1, 1, dict),
-    **MESHES,
-    **PIPELINES,
-}
+LAYOUTS = {None: (2, 2, dict), "single": (1, 1, dict), **MESHES, **PIPELINES}
 
 
 def accelerator_for(layout: str | None, **settings: Any) -> Accelerator:
@@ -164,8 +159,7 @@ def data(samples: int) -> TensorDataset:
 def make(case: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(3)
     if "make" in case:
-        made: tuple[Any, torch.optim.Optimizer] = case["make"]()
-        return made
+        return case["make"]()
     model = Tiny()
     if case.get("optimizer") == "sgd":
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -180,7 +174,7 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def train(layout: str | None, case: dict[str, Any]) -> dict[str, Any]:
     """The loop as a user writes it; the optimizer is made before ``prepare``."""
-    window: dict[str, Any] = {"gradient_accumulation_steps": case.get("accumulate", 1)}
+    window = {"gradient_accumulation_steps": case.get("accumulate", 1)}
     if case.get("each"):
         each = GradientAccumulationPlugin(num_steps=case["accumulate"], sync_each_batch=True)
         window = {"gradient_accumulation_plugin": each}
@@ -195,7 +189,7 @@ def train(layout: str | None, case: dict[str, Any]) -> dict[str, Any]:
         model, optimizer = case["divide"](accelerator, model)
     loader = DataLoader(data(case.get("samples", 16)), batch_size=case.get("batch", 2))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
+    seen = {"losses": [], "norms": [], "samples": []}
     for epoch in range(2):
         for number, (inputs, targets) in enumerate(loader, start=1):
             seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
@@ -227,7 +221,7 @@ def nothing(model: Any) -> dict[str, Any]:
 
 
 def train_decoder(accelerator: Accelerator, model: Any) -> dict[str, Any]:
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     losses, norms = [], []
     mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
@@ -262,7 +256,7 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
     end = len(inputs) if shares == 1 else -(-len(inputs) // size) * size  # filled up
     filled = [index % len(inputs) for index in range(end)]
     batches = torch.tensor(filled).split(size)
-    seen: dict[str, Any] = {"losses": [], "norms": []}
+    seen = {"losses": [], "norms": []}
     for epoch, window in enumerate(case.get("windows", [case.get("accumulate", 1)] * 2)):
         for number, batch in enumerate(batches, start=1):
             if (epoch, number) == case.get("drops"):

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,24 +26,24 @@ from tests.training.test_pipeline import CASES as PIPELINE_CASES
 
 
 class Layered(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(5, 4)
         self.body = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
         self.head = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.embed(x)
-        for layer in self.body["layers"]:  # type: ignore[union-attr]
+        for layer in self.body["layers"]:
             x = torch.relu(layer(x))
         return self.head(x)
 
 
-def compiled_parts(model: nn.Module) -> list[str]:
+def compiled_parts(model):
     return [name for name, module in model.named_modules() if is_compiled_module(module)]
 
 
-def test_blocks_are_compiled_as_accelerate_compiles_them() -> None:
+def test_blocks_are_compiled_as_accelerate_compiles_them():
     model, x = Layered(), torch.tensor([1, 2])
     compiled = compile_regions(model, backend="eager")
     assert compiled_parts(compiled) == compiled_parts(peer_compile_regions(model, backend="eager"))
@@ -57,16 +55,16 @@ def test_blocks_are_compiled_as_accelerate_compiles_them() -> None:
     assert not is_compiled_module(compiled)
     assert torch.equal(compiled(x), model(x))
     compiled(x).sum().backward()
-    assert model.body["layers"][0].weight.grad is not None  # type: ignore[index]
+    assert model.body["layers"][0].weight.grad is not None
 
 
-def test_a_model_without_repeated_blocks_is_compiled_as_a_whole() -> None:
+def test_a_model_without_repeated_blocks_is_compiled_as_a_whole():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert is_compiled_module(compile_regions(model, backend="eager"))
 
 
-def test_a_plugin_reads_the_environment_as_accelerate_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    unsaid: dict[str, Any] = dict.fromkeys(("backend", "mode", "fullgraph", "dynamic"))
+def test_a_plugin_reads_the_environment_as_accelerate_does(monkeypatch):
+    unsaid = dict.fromkeys(("backend", "mode", "fullgraph", "dynamic"))
     unsaid["use_regional_compilation"] = None
     assert TorchDynamoPlugin().to_dict() == PeerPlugin().to_dict()
     assert TorchDynamoPlugin(**unsaid).to_dict() == PeerPlugin(**unsaid).to_dict()
@@ -91,13 +89,13 @@ REGIONS = TorchDynamoPlugin(backend=DynamoBackend.EAGER, use_regional_compilatio
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("regions", [False, True])
-def test_prepare_compiles(precision: str, regions: bool, tmp_path: Path) -> None:
-    asked: Any = {"dynamo_plugin": REGIONS} if regions else {"dynamo_backend": "eager"}
+def test_prepare_compiles(precision, regions, tmp_path):
+    asked = {"dynamo_plugin": REGIONS} if regions else {"dynamo_backend": "eager"}
     accelerator = Accelerator(cpu=True, mixed_precision=precision, **asked)
     torch.manual_seed(2)
     model, x = Layered(), torch.tensor([1, 2])
     plain = copy.deepcopy(model)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     assert is_compiled_module(prepared) is not regions
     assert has_compiled_regions(prepared)
@@ -124,26 +122,26 @@ def test_prepare_compiles(precision: str, regions: bool, tmp_path: Path) -> None
     assert "forward" not in vars(inside)
 
 
-def test_prepare_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_reads_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
     assert is_compiled_module(Accelerator(cpu=True).prepare(Layered()))
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
     assert type(Accelerator(cpu=True).prepare(Layered())) is Layered
 
 
-def test_what_is_compiled_already_is_left_alone() -> None:
+def test_what_is_compiled_already_is_left_alone():
     mine = torch.compile(Layered(), backend="eager")
     assert Accelerator(cpu=True, dynamo_backend="eager").prepare(mine) is mine
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ConfigError, match="dynamo_plugin and dynamo_backend='eager'"):
         Accelerator(cpu=True, dynamo_plugin=REGIONS, dynamo_backend="eager")
     with pytest.raises(ConfigError, match="is a str: expected a TorchDynamoPlugin"):
-        Accelerator(cpu=True, dynamo_plugin="eager")  # type: ignore[arg-type]
+        Accelerator(cpu=True, dynamo_plugin="eager")
 
 
-SPREAD: dict[str, tuple[str | None, TorchDynamoPlugin]] = {
+SPREAD = {
     "replicas": (None, TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
     "fsdp": ("fsdp", TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
     "fsdp, forward twice": ("fsdp, forward twice", REGIONS),
@@ -152,7 +150,7 @@ SPREAD: dict[str, tuple[str | None, TorchDynamoPlugin]] = {
 }
 
 
-def train_compiled(names: list[str]) -> dict[str, Any]:
+def train_compiled(names):
     results = {}
     for name in names:
         torch._dynamo.utils.counters.clear()
@@ -165,7 +163,7 @@ def train_compiled(names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_compiled_model_that_is_spread_equals_one_process(ranks: int) -> None:
+def test_a_compiled_model_that_is_spread_equals_one_process(ranks):
     names = [
         name for name, (mesh, _) in SPREAD.items() if (MESHES[mesh][0] if mesh else 2) == ranks
     ]
@@ -182,27 +180,27 @@ def test_a_compiled_model_that_is_spread_equals_one_process(ranks: int) -> None:
             check_weights(ours["weights"], expected["weights"], error)
 
 
-def train_compiled_stages(pipeline: str) -> tuple[dict[str, Any], int]:
+def train_compiled_stages(pipeline):
     case = {**PIPELINE_CASES["decoder"], "settings": {"dynamo_backend": "eager"}}
     result = train(pipeline, case)
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_the_blocks_of_a_pipeline_are_compiled() -> None:
+def test_the_blocks_of_a_pipeline_are_compiled():
     expected = twin(1, PIPELINE_CASES["decoder"])
     for result, graphs in run_ranks(train_compiled_stages, 2, "1F1B", timeout=180):
         assert graphs > 0
         assert result["losses"] == pytest.approx(expected["losses"], abs=16 * FLOAT_ERROR)
 
 
-def test_a_model_compiled_in_place_is_copied_and_pickled() -> None:
+def test_a_model_compiled_in_place_is_copied_and_pickled():
     model, x = Layered(), torch.tensor([1, 2])
     expected = model(x)
     compile_in_place(model, REGIONS)
     assert list(model.state_dict()) == list(Layered().state_dict())
     other = copy.deepcopy(model)
     with torch.no_grad():
-        other.body["layers"][0].weight.zero_()  # type: ignore[index, operator, union-attr]
+        other.body["layers"][0].weight.zero_()
     assert torch.equal(model(x), expected)
     assert not torch.equal(other(x), expected)
     loaded = pickle.loads(pickle.dumps(model))

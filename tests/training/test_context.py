@@ -6,7 +6,6 @@ Tolerances are those of ``meshes``, and in bf16 and fp16 those of ``test_matrix`
 
 import re
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from tests.training.meshes import FLOAT_ERROR, SCALE, WIDTH, WORDS, check_weight
 
 LENGTH = 8
 # name: ranks, shares of the data, sizes
-CONTEXTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+CONTEXTS = {
     "context": (2, 1, {"cp_size": 2}),
     "shards x context": (4, 2, {"dp_shard_size": 2, "cp_size": 2}),
     "replicas x context": (4, 2, {"dp_replicate_size": 2, "cp_size": 2}),
@@ -39,7 +38,7 @@ CONTEXTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "shards x context x tensor": (8, 2, {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2}),
 }
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "causal": {},
     "both ways, accumulation, clipping": {"causal": False, "accumulate": 2, "clip": 0.05},
     "uneven end, whole calls": {"samples": 7, "whole": True},
@@ -54,7 +53,7 @@ ROUNDING = {None: 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
 class Layer(nn.Module):
     """Attention over two heads, of which keys and values have one between them; and an MLP."""
 
-    def __init__(self, causal: bool) -> None:
+    def __init__(self, causal):
         super().__init__()
         self.causal = causal
         # No bias: a key's adds the same to all scores, and AdamW would step by what rounding
@@ -63,7 +62,7 @@ class Layer(nn.Module):
         self.keys = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         query = self.queries(hidden).unflatten(-1, (2, -1)).transpose(1, 2)
         key, value = (part.unsqueeze(1) for part in self.keys(hidden).chunk(2, dim=-1))
         attended = nn.functional.scaled_dot_product_attention(
@@ -76,21 +75,21 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Embedding and head are one weight."""
 
-    def __init__(self, causal: bool = True) -> None:
+    def __init__(self, causal=True):
         super().__init__()
         self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList([Layer(causal), Layer(causal)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens, places):
         hidden = self.embed(tokens) + self.places(places)
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden)
 
 
-def make(case: dict[str, Any]) -> tuple[Any, Any]:
+def make(case):
     torch.manual_seed(3)
     model = Decoder(case.get("causal", True))
     # Where a gradient is next to nothing, AdamW would make a step of its rounding error.
@@ -98,15 +97,15 @@ def make(case: dict[str, Any]) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps)
 
 
-def data(samples: int) -> torch.Tensor:
+def data(samples):
     return torch.randint(WORDS, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(7))
 
 
-def places_of(tokens: torch.Tensor) -> torch.Tensor:
+def places_of(tokens):
     return torch.arange(LENGTH).repeat(len(tokens), 1)
 
 
-def train(sizes: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+def train(sizes, case):
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=case.get("accumulate", 1),
@@ -115,9 +114,9 @@ def train(sizes: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         parallelism_config=ParallelismConfig(**sizes, tp_plan=PLAN),
     )
     model, optimizer = make(case)
-    loader: Any = DataLoader(data(case.get("samples", 8)), batch_size=2)  # type: ignore[arg-type]
+    loader = DataLoader(data(case.get("samples", 8)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
+    seen = {"losses": [], "norms": [], "samples": []}
     for batch in loader:
         inputs, targets = batch[:, :-1], batch[:, 1:]
         places = places_of(inputs)
@@ -151,16 +150,16 @@ def train(sizes: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     return {**seen, "weights": {name: value.tolist() for name, value in state.items()}}
 
 
-def parts_of(accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
+def parts_of(accelerator, loss):
     """The losses of the ranks that divide a sequence."""
-    mesh: Any = accelerator.torch_device_mesh
+    mesh = accelerator.torch_device_mesh
     parts = [torch.empty_like(loss) for _ in range(2)]
     torch.distributed.all_gather(parts, loss, group=mesh["cp"].get_group())
     return torch.stack(parts)
 
 
 @cache
-def twin(shares: int, name: str) -> dict[str, Any]:
+def twin(shares, name):
     case = CASES[name]
     tokens = data(case.get("samples", 8))
     return meshes.twin(
@@ -175,7 +174,7 @@ def twin(shares: int, name: str) -> dict[str, Any]:
     )
 
 
-def train_all(contexts: list[str]) -> dict[str, dict[str, Any]]:
+def train_all(contexts):
     return {
         context: {name: train(CONTEXTS[context][2], case) for name, case in CASES.items()}
         for context in contexts
@@ -183,13 +182,13 @@ def train_all(contexts: list[str]) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
+def trained(ranks):
     """What each rank saw, of all that take so many."""
     contexts = [name for name, (needed, _, _) in CONTEXTS.items() if needed == ranks]
     return run_ranks(train_all, ranks, contexts, timeout=180)
 
 
-def check(context: str, ours: dict[str, Any]) -> None:
+def check(context, ours):
     """Compare what one rank saw, case by case, with the twin."""
     for name, case in CASES.items():
         expected = twin(CONTEXTS[context][1], name)
@@ -209,12 +208,12 @@ def check(context: str, ours: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "context", with_long_ones({name: row[0] for name, row in CONTEXTS.items() if row[0] < 8})
 )
-def test_divided_sequences_equal_one_process(context: str) -> None:
+def test_divided_sequences_equal_one_process(context):
     for of_rank in trained(CONTEXTS[context][0]):
         check(context, of_rank[context])
 
 
-def train_transformers(context: bool) -> list[float]:
+def train_transformers(context):
     import transformers
 
     torch.manual_seed(5)
@@ -226,10 +225,10 @@ def train_transformers(context: bool) -> list[float]:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    model: Any = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     sizes = ParallelismConfig(cp_size=2) if context else None
     accelerator = Accelerator(cpu=True, parallelism_config=sizes)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.randint(16, (3, 9), generator=torch.Generator().manual_seed(1))
     losses = []
@@ -254,7 +253,7 @@ def train_transformers(context: bool) -> list[float]:
     return [*losses, float(loss_of(outputs.logits, tokens[:, 1:]))]
 
 
-def test_a_transformers_decoder_divides_its_sequences() -> None:
+def test_a_transformers_decoder_divides_its_sequences():
     pytest.importorskip("transformers")
     models = ("transformers.models.llama.modeling_llama",)
     (expected,) = run_ranks(train_transformers, 1, False, imports=models)
@@ -262,7 +261,7 @@ def test_a_transformers_decoder_divides_its_sequences() -> None:
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def attend_by_turns(lengths: list[int]) -> float:
+def attend_by_turns(lengths):
     """The largest difference of divided attention to whole, over blocks of these lengths."""
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     torch.manual_seed(3)
@@ -279,25 +278,25 @@ def attend_by_turns(lengths: list[int]) -> float:
     return max(differences)
 
 
-def test_sequences_of_one_length_after_the_other() -> None:
+def test_sequences_of_one_length_after_the_other():
     for difference in run_ranks(attend_by_turns, 2, [8, 8, 16, 8, 4]):
         assert difference < 1e-6
 
 
-def test_elsewhere_the_block_changes_nothing() -> None:
+def test_elsewhere_the_block_changes_nothing():
     accelerator = Accelerator(cpu=True)
     tokens = torch.arange(6).reshape(2, 3)
     with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
         assert tokens.shape == (2, 3)
 
 
-def refusal(kind: str) -> str:
+def refusal(kind):
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     tokens = torch.zeros(2, 6 if kind == "length" else 8)
-    given: Any = {} if kind == "nothing" else {"buffers": [tokens], "buffer_seq_dims": [1]}
+    given = {} if kind == "nothing" else {"buffers": [tokens], "buffer_seq_dims": [1]}
     heads = torch.zeros(1, 1, 4, 2)
 
-    def attend() -> None:
+    def attend():
         with accelerator.maybe_context_parallel(**given):
             nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=heads)
 
@@ -312,12 +311,12 @@ def refusal(kind: str) -> str:
         ("mask", "got a mask: expected is_causal=True"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(kind: str, message: str) -> None:
+def test_what_cannot_be_divided_is_refused(kind, message):
     for said in run_ranks(refusal, 2, kind):
         assert re.search(message, said)
 
 
-def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings(monkeypatch):
     assert ParallelismConfig(cp_size=2).cp_handler.cp_comm_strategy == "allgather"
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
@@ -329,7 +328,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ParallelismConfig(sp_size=2)
 
 
-def ring() -> float:
+def ring():
     """The largest difference of torch's ring to whole attention, with its gradients."""
     accelerator = Accelerator(
         parallelism_config=ParallelismConfig(cp_size=2),
@@ -354,7 +353,7 @@ def ring() -> float:
 
 
 @pytest.mark.gpu
-def test_the_ring_on_accelerators() -> None:
+def test_the_ring_on_accelerators():
     """By ranks of a launch, which meet over NCCL: gloo gathers nothing that lies on a GPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -8,9 +8,7 @@ in 16 bits beside those that it steps, so each product is rounded once and each 
 import json
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +36,7 @@ from tests.training.scripts.parts import bert
 pytest.importorskip("deepspeed")
 
 # What the user asks for, by name.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "stage 1": {"zero_stage": 1},
     "stage 2": {"zero_stage": 2},
     "stage 3": {"zero_stage": 3},
@@ -51,20 +49,20 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def zero_accelerator(kind: str, **settings: Any) -> Accelerator:
+def zero_accelerator(kind, **settings):
     plugin = DeepSpeedPlugin(**KINDS[kind])
     return Accelerator(cpu=True, deepspeed_plugin=plugin, **settings)
 
 
-def train_all(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def train_all(cases):
     """What each case comes to by each kind; a case is one of ``meshes``."""
-    seen: dict[str, dict[str, Any]] = {}
+    seen = {}
     for kind, fields in KINDS.items():
         # One plugin for all: what was filled in for one case does not count for the next.
         one = DeepSpeedPlugin(**fields)
         one.deepspeed_config["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
         plugin = {"deepspeed_plugin": one}
-        meshes.LAYOUTS["zero"] = (2, 2, lambda plugin=plugin: plugin)  # type: ignore[misc]
+        meshes.LAYOUTS["zero"] = (2, 2, lambda plugin=plugin: plugin)
         seen[kind] = {}
         for name, case in cases.items():
             if case.get("precision") == "fp16":
@@ -73,13 +71,13 @@ def train_all(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return seen
 
 
-def compute_in_fp16() -> None:
+def compute_in_fp16():
     """DeepSpeed, imported before, refuses CPUs whose fp16 torch emulates."""
     device = sys.modules["deepspeed"].accelerator.get_accelerator()
     device.is_fp16_supported = lambda: True
 
 
-def step_in_fp16(kind: str, scale_power: int) -> tuple[bool, bool]:
+def step_in_fp16(kind, scale_power):
     """Whether a step by such a loss scale was left out, and whether the weights stayed."""
     plugin = DeepSpeedPlugin(**KINDS[kind])
     plugin.deepspeed_config["fp16"] = {"enabled": "auto", "initial_scale_power": scale_power}
@@ -92,7 +90,7 @@ def step_in_fp16(kind: str, scale_power: int) -> tuple[bool, bool]:
     return optimizer.step_was_skipped, weights_of(accelerator, model) == before
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "plain": {},
     "uneven end": {"optimizer": "sgd", "samples": 13},
     "accumulation, clipping a window": {"accumulate": 2, "clip": 0.05, "whole": True},
@@ -104,14 +102,14 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[dict[str, dict[str, Any]]]:
+def trained():
     return run_ranks(train_all, 2, CASES, timeout=240)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ROUNDING])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_equals_one_process(kind: str, name: str, trained: list[Any]) -> None:
+def test_each_kind_equals_one_process(kind, name, trained):
     expected, steps = twin(2, CASES[name]), 16
     for rank, result in enumerate(trained):
         ours = result[kind][name]
@@ -124,7 +122,7 @@ def test_each_kind_equals_one_process(kind: str, name: str, trained: list[Any]) 
             assert distance(ours["weights"], expected["weights"]) <= FLOAT_ERROR * steps
 
 
-def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+def distance(one, other):
     return max(
         (torch.tensor(value) - torch.tensor(other[name])).abs().max().item()
         for name, value in one.items()
@@ -133,7 +131,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("kind", KINDS)
-def test_16_bits_stay_near_full_precision(kind: str, precision: str, trained: list[Any]) -> None:
+def test_16_bits_stay_near_full_precision(kind, precision, trained):
     expected, rounding = twin(2, CASES[precision]), ROUNDING[precision]
     for result in trained:
         ours = result[kind][precision]
@@ -142,14 +140,14 @@ def test_16_bits_stay_near_full_precision(kind: str, precision: str, trained: li
         assert ours["norms"] == pytest.approx(expected["norms"], rel=64 * rounding)
 
 
-def overflows() -> list[list[tuple[bool, bool]]]:
+def overflows():
     zero_accelerator("stage 1")
     compute_in_fp16()
     return [[step_in_fp16(kind, power) for power in (40, 8)] for kind in KINDS]
 
 
 @pytest.mark.timeout(200)
-def test_an_overflow_in_fp16_leaves_the_step_out() -> None:
+def test_an_overflow_in_fp16_leaves_the_step_out():
     first, second = run_ranks(overflows, 2, timeout=150)
     assert first == [[(True, True), (False, False)]] * len(KINDS)
     # Weights in parts are joined on the first rank alone.
@@ -162,11 +160,11 @@ def test_an_overflow_in_fp16_leaves_the_step_out() -> None:
 RUNS = [(kind, precision) for kind in KINDS for precision in ("no", "bf16")]
 
 
-def save_and_resume(folder: str) -> list[dict[str, Any]]:
+def save_and_resume(folder):
     return [resume_one(*run, f"{folder}/{run[0]}_{run[1]}") for run in RUNS]
 
 
-def resume_one(kind: str, precision: str, folder: str) -> dict[str, Any]:
+def resume_one(kind, precision, folder):
     """Train an epoch, save, train another; then load into a new model and train that one again."""
     torch.manual_seed(5)
     accelerator, *ready = prepared(kind, precision)
@@ -187,17 +185,15 @@ def resume_one(kind: str, precision: str, folder: str) -> dict[str, Any]:
     }
 
 
-def prepared(kind: str, precision: str) -> list[Any]:
+def prepared(kind, precision):
     accelerator = zero_accelerator(kind, mixed_precision=precision)
     model, optimizer = make({})
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-    loader: Any = DataLoader(data(16), batch_size=2, shuffle=True)
+    loader = DataLoader(data(16), batch_size=2, shuffle=True)
     return [accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)]
 
 
-def run_epoch(
-    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any
-) -> list[float]:
+def run_epoch(accelerator, model, optimizer, loader, scheduler):
     losses = []
     for inputs, targets in loader:
         loss = loss_of(model(inputs), targets)
@@ -210,7 +206,7 @@ def run_epoch(
     return losses
 
 
-def load_alone(folder: str) -> list[dict[str, Any]]:
+def load_alone(folder):
     """Read checkpoints of DeepSpeed without it, in one process."""
     weights = []
     for kind, precision in RUNS:
@@ -223,7 +219,7 @@ def load_alone(folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-def test_resumed_training_is_the_same_to_the_bit_and_weights_are_whole(tmp_path: Path) -> None:
+def test_resumed_training_is_the_same_to_the_bit_and_weights_are_whole(tmp_path):
     results = run_ranks(save_and_resume, 2, str(tmp_path), timeout=200)
     alone = run_ranks(load_alone, 1, str(tmp_path))[0]
     for number, (kind, precision) in enumerate(RUNS):
@@ -244,16 +240,16 @@ def test_resumed_training_is_the_same_to_the_bit_and_weights_are_whole(tmp_path:
 class Wide(nn.Module):
     """A model with what the configuration of a Transformers model says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = SimpleNamespace(hidden_size=8)
         self.layer = nn.Linear(4, 1)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return self.layer(inputs)
 
 
-AUTOMATIC: dict[str, Any] = {
+AUTOMATIC = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -279,15 +275,15 @@ AUTOMATIC: dict[str, Any] = {
 }
 
 
-def use_configurations(folder: str) -> dict[str, Any]:
+def use_configurations(folder):
     """Configurations in a file, filled in; by the environment; what differs; several of them."""
-    seen: dict[str, Any] = {}
+    seen = {}
     plugin = DeepSpeedPlugin(hf_ds_config=f"{folder}/ds.json")
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
-    model: Any = Wide()
-    optimizer: Any = DummyOptim(model.parameters(), lr=0.01, betas=(0.8, 0.9))
-    scheduler: Any = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
-    loader: Any = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+    model = Wide()
+    optimizer = DummyOptim(model.parameters(), lr=0.01, betas=(0.8, 0.9))
+    scheduler = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
+    loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     assert accelerator.deepspeed_engine_wrapped.engine is model
     seen["filled"] = accelerator.deepspeed_config
@@ -312,7 +308,7 @@ def use_configurations(folder: str) -> dict[str, Any]:
     return seen
 
 
-def by_environment() -> dict[str, Any]:
+def by_environment():
     variables = {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1",
@@ -323,7 +319,7 @@ def by_environment() -> dict[str, Any]:
         accelerator = Accelerator(cpu=True)
     assert accelerator.deepspeed_plugin is not None
     model, optimizer = make({"optimizer": "sgd"})
-    loader: Any = DataLoader(data(16), batch_size=2)
+    loader = DataLoader(data(16), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for inputs, targets in loader:
@@ -337,12 +333,12 @@ def by_environment() -> dict[str, Any]:
     }
 
 
-def train_beside_a_teacher() -> dict[str, Any]:
+def train_beside_a_teacher():
     """Two models, each with a configuration of its own: one is trained, one only asked."""
     student, teacher = zero_accelerator("stage 2"), zero_accelerator("stage 3")
     model, optimizer = make({"optimizer": "sgd"})
     model, optimizer = student.prepare(model, optimizer)
-    judge: Any = make({})[0]
+    judge = make({})[0]
     judge = teacher.prepare_model(judge, evaluation_mode=True)
     inputs, targets = data(4).tensors
     with torch.no_grad():
@@ -358,7 +354,7 @@ def train_beside_a_teacher() -> dict[str, Any]:
     }
 
 
-def drop_a_window() -> dict[str, tuple[float, float]]:
+def drop_a_window():
     """What a third batch of four comes to where its gradients are dropped, and where it had none.
 
     In a window of one batch the loop drops them; an open window of two is dropped by a load.
@@ -370,7 +366,7 @@ def drop_a_window() -> dict[str, tuple[float, float]]:
     }
 
 
-def dropped_loss(kind: str, window: int, sees_it: bool) -> float:
+def dropped_loss(kind, window, sees_it):
     accelerator = zero_accelerator(kind, gradient_accumulation_steps=window)
     model, optimizer = make({"optimizer": "sgd"})
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -390,15 +386,15 @@ def dropped_loss(kind: str, window: int, sees_it: bool) -> float:
     return float(loss_of(model(inputs), targets).detach())
 
 
-def read_in_parts(folder: str) -> dict[str, Any]:
+def read_in_parts(folder):
     """A model that is in parts from the moment Transformers has read it."""
     from transformers import BertForSequenceClassification
 
     plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    model: Any = BertForSequenceClassification.from_pretrained(folder)
+    model = BertForSequenceClassification.from_pretrained(folder)
     are_parts = [hasattr(weight, "ds_id") for weight in model.parameters()]
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
     for _ in range(2):
@@ -410,11 +406,11 @@ def read_in_parts(folder: str) -> dict[str, Any]:
     return {"in parts": are_parts, "losses": losses}
 
 
-def words(rank: int) -> dict[str, torch.Tensor]:
+def words(rank):
     return {"input_ids": torch.arange(8).view(2, 4) + rank, "labels": torch.tensor([0, 1])}
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+REFUSED = [
     ({"fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "'bf16', and .* fp16.enabled: true"),
     (
         {"optimizer": {"type": "AdamW", "params": {}}},
@@ -424,20 +420,20 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def refusal(changed: dict[str, Any], settings: dict[str, Any], _: str) -> str:
-    def prepare() -> None:
+def refusal(changed, settings, _):
+    def prepare():
         plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, **changed})
         accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **settings)
         model = Wide()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader: Any = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+        loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
         accelerator.prepare(model, optimizer, loader)
 
     return refusal_of(prepare)
 
 
 @pytest.fixture(scope="module")
-def configured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def configured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("config")
     (folder / "ds.json").write_text(json.dumps(AUTOMATIC))
     bert().save_pretrained(folder)
@@ -445,7 +441,7 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 
 @pytest.mark.timeout(300)
-def test_automatic_entries_are_filled_in(configured: list[dict[str, Any]]) -> None:
+def test_automatic_entries_are_filled_in(configured):
     for seen in configured:
         filled = seen["filled"]
         assert (filled["train_batch_size"], filled["gradient_accumulation_steps"]) == (16, 2)
@@ -460,7 +456,7 @@ def test_automatic_entries_are_filled_in(configured: list[dict[str, Any]]) -> No
         assert filled["scheduler"]["params"] == schedule, "two ranks move a schedule twice as fast"
 
 
-def test_the_configurations_optimizer_and_scheduler_train(configured: list[dict[str, Any]]) -> None:
+def test_the_configurations_optimizer_and_scheduler_train(configured):
     for seen in configured:
         kinds = ["Engine", "OptimizerWrapper", "SchedulerWrapper"]
         assert seen["kinds"] == [f"DeepSpeed{kind}" for kind in kinds]
@@ -473,19 +469,19 @@ def test_the_configurations_optimizer_and_scheduler_train(configured: list[dict[
         assert rates[0] == rates[1] == rates[2] < rates[3]
 
 
-def test_what_differs_is_refused_with_both_values(configured: list[dict[str, Any]]) -> None:
+def test_what_differs_is_refused_with_both_values(configured):
     for said, (_, _, expected) in zip(configured[0]["refusals"], REFUSED, strict=True):
         assert re.search(expected, said)
 
 
-def test_the_environment_chooses_it(configured: list[dict[str, Any]]) -> None:
+def test_the_environment_chooses_it(configured):
     expected = twin(2, {"optimizer": "sgd", "accumulate": 2, "clip": 0.05})["losses"][:4]
     for seen in configured:
         assert seen["by environment"]["stage"] == 1
         assert seen["by environment"]["losses"] == pytest.approx(expected, abs=4 * FLOAT_ERROR)
 
 
-def test_each_of_two_models_has_its_configuration(configured: list[dict[str, Any]]) -> None:
+def test_each_of_two_models_has_its_configuration(configured):
     numbers = sum(value.numel() for value in Tiny().state_dict().values())
     for rank, seen in enumerate(configured):
         first, second = seen["two models"]["apart"]
@@ -498,16 +494,14 @@ def test_each_of_two_models_has_its_configuration(configured: list[dict[str, Any
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_no_step_used_are_dropped(
-    kind: str, window: int, configured: list[dict[str, Any]]
-) -> None:
+def test_gradients_that_no_step_used_are_dropped(kind, window, configured):
     for seen in configured:
         dropped, never_seen = seen["dropped"][f"{kind}, {window}"]
         assert dropped == pytest.approx(never_seen, abs=FLOAT_ERROR)
 
 
-def test_a_model_that_was_read_in_parts_trains(configured: list[dict[str, Any]]) -> None:
-    model: Any = bert()
+def test_a_model_that_was_read_in_parts_trains(configured):
+    model = bert()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(2):

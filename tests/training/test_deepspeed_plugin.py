@@ -2,9 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from notebook_accel.utils import HfDeepSpeedConfig
@@ -17,19 +15,17 @@ from notebook_accel.training.strategies import deepspeed_plugin
 from tests.training.loading import Stream, numbers, prepare
 from tests.training.single import Told, be
 
-ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+ZERO = {"zero_optimization": {"stage": 2}}
 
 
-def test_without_a_configuration_the_fields_make_one() -> None:
+def test_without_a_configuration_the_fields_make_one():
     config = DeepSpeedPlugin(zero_stage=3, gradient_clipping=0.5).deepspeed_config
     assert config["zero_optimization"]["stage"] == 3
     assert config["gradient_clipping"] == 0.5
     assert config["train_batch_size"] == config["gradient_accumulation_steps"] == "auto"
 
 
-def test_a_file_gives_the_fields_and_the_environment_fills_what_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_gives_the_fields_and_the_environment_fills_what_is_open(tmp_path, monkeypatch):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
@@ -51,25 +47,25 @@ def test_a_file_gives_the_fields_and_the_environment_fills_what_is_open(
         ({"enable_msamp": True}, "MS-AMP is not there"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_what_makes_no_sense_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         DeepSpeedPlugin(**fields)
 
 
-def test_the_steps_of_the_environment_are_the_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_of_the_environment_are_the_accelerators(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     plugin = DeepSpeedPlugin()
     assert plugin.resolve_steps(2) == 2
     assert resolve_plugin(plugin.resolve_steps(None), None).num_steps == 4
 
 
-def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(deepspeed_plugin, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match="not installed: pip install deepspeed"):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
 
 
-def test_loaders_say_what_a_rank_takes_prepared_or_not() -> None:
+def test_loaders_say_what_a_rank_takes_prepared_or_not():
     for raw in (numbers(12, 4), DataLoader(Stream(12), batch_size=4)):
         for split, taken in ((False, 4), (True, 2)):
             made = [
@@ -80,10 +76,10 @@ def test_loaders_say_what_a_rank_takes_prepared_or_not() -> None:
             assert [_batch_sizes(one, num_shares) for one in (raw, *made)] == [[taken]] * 3
 
 
-def test_a_configuration_is_asked_filled_and_opened_again() -> None:
+def test_a_configuration_is_asked_filled_and_opened_again():
     from accelerate.utils.deepspeed import HfDeepSpeedConfig as PeerConfig
 
-    given: dict[str, Any] = {
+    given = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
         "optimizer": {"params": {"lr": "auto", "eps": "auto"}},
         "gradient_clipping": 0,
@@ -101,7 +97,7 @@ def test_a_configuration_is_asked_filled_and_opened_again() -> None:
     assert ours.config == given
 
 
-def test_a_precision_is_not_set_beside_that_of_the_configuration() -> None:
+def test_a_precision_is_not_set_beside_that_of_the_configuration():
     plugin = DeepSpeedPlugin(hf_ds_config=ZERO)
     plugin.set_mixed_precision("bf16")
     assert plugin.deepspeed_config["bf16"] == {"enabled": True}
@@ -109,7 +105,7 @@ def test_a_precision_is_not_set_beside_that_of_the_configuration() -> None:
         plugin.set_mixed_precision("fp16")
 
 
-def test_transformers_is_not_told_without_what_it_reads_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_is_not_told_without_what_it_reads_by(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
     monkeypatch.setattr(deepspeed_plugin, "is_installed", lambda _: False)
     DeepSpeedPlugin(zero_stage=3).set_deepspeed_weakref()

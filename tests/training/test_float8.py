@@ -1,7 +1,6 @@
 """Training in 8 bits by torchao: emulated where that is installed, else refused with a reason."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +20,13 @@ from tests.training.harness import run_ranks
 ASKED = {"cpu": True, "mixed_precision": "fp8"}
 
 
-def recipe(**fields: Any) -> utils.AORecipeKwargs:
+def recipe(**fields):
     """One whose configuration says no more than what is looked at before anything is converted."""
     fields = {"emulate": False, "enable_fsdp_float8_all_gather": False, **fields}
     return utils.AORecipeKwargs(config=SimpleNamespace(**fields))
 
 
-def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_it_says_so(monkeypatch):
     monkeypatch.setattr(precisions, "is_installed", lambda _: False)
     for ask in (
         lambda: Accelerator(**ASKED),
@@ -39,7 +38,7 @@ def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Accelerator(cpu=True).fp8_backend == utils.FP8BackendType.NO == "NO"
 
 
-def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch):
     monkeypatch.setattr(precisions, "is_installed", lambda _: True)
     with pytest.raises(ConfigError, match=r"on cpu: 8-bit products need .*8\.9.*emulate=True"):
         Accelerator(**ASKED, kwargs_handlers=[recipe()])
@@ -54,7 +53,7 @@ def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyP
         )
 
 
-def test_other_code_computes_as_the_emulating_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_computes_as_the_emulating_accelerator(monkeypatch):
     monkeypatch.setattr(precisions, "is_installed", lambda _: True)
     given = recipe(emulate=True)
     accelerator = Accelerator(**ASKED, kwargs_handlers=[given])
@@ -64,7 +63,7 @@ def test_other_code_computes_as_the_emulating_accelerator(monkeypatch: pytest.Mo
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-def make() -> nn.Sequential:
+def make():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, 32),
@@ -76,15 +75,15 @@ def make() -> nn.Sequential:
     )
 
 
-def learn(strategy: str, accumulation: int = 1, emulate: bool = True) -> dict[str, Any]:
+def learn(strategy, accumulation=1, emulate=True):
     """Ten steps with products in 8 bits, and with none; emulated on the CPU, or on a GPU.
 
     Each is of as many parts of the samples as ``accumulation`` says.
     """
     from torchao.float8 import Float8LinearConfig
 
-    losses: dict[str, list[float]] = {}
-    asked: dict[str, Any] = {}
+    losses = {}
+    asked = {}
     if strategy == "fsdp":
         asked["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     if strategy == "pipeline":
@@ -98,8 +97,8 @@ def learn(strategy: str, accumulation: int = 1, emulate: bool = True) -> dict[st
             gradient_accumulation_steps=accumulation,
             **asked,
         )
-        model: Any = make()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         inputs = torch.linspace(-1, 1, 64, device=accelerator.device).reshape(16, 4)
         losses[precision] = []
@@ -123,21 +122,21 @@ def learn(strategy: str, accumulation: int = 1, emulate: bool = True) -> dict[st
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
-def test_emulated_training_stays_near_full_precision(strategy: str, accumulation: int) -> None:
+def test_emulated_training_stays_near_full_precision(strategy, accumulation):
     pytest.importorskip("torchao", reason="torchao is not installed")
     for result in run_ranks(learn, 1 if strategy == "single" else 2, strategy, accumulation):
         check(result, has_all_layers=strategy != "pipeline")  # there a rank has those of its stage
 
 
 @pytest.mark.gpu
-def test_a_gpu_multiplies_in_8_bits() -> None:
+def test_a_gpu_multiplies_in_8_bits():
     pytest.importorskip("torchao", reason="torchao is not installed")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU of compute capability 8.9")
     check(learn("single", emulate=False))
 
 
-def check(result: dict[str, Any], has_all_layers: bool = True) -> None:
+def check(result, has_all_layers=True):
     """An 8-bit number has 3 bits behind the point: a product of two moves by 2**-3 at most."""
     assert result["fp8"] == pytest.approx(result["no"], rel=2.0**-3)
     assert result["fp8"] != pytest.approx(result["no"], rel=2.0**-10)

@@ -1,8 +1,5 @@
 """Accelerate's functions for weights in parts: saved and loaded by hand."""
 
-from pathlib import Path
-from typing import Any
-
 import accelerate
 import accelerate.utils as peer
 import pytest
@@ -15,19 +12,19 @@ from tests.training.meshes import FLOAT_ERROR, blocks, data, loss_of, make, weig
 KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
 
-def save_and_load(folder: str) -> None:
+def save_and_load(folder):
     """Whatever is written is read back, and training goes on with it as it would have."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
-    plugin: Any = accelerator.state.fsdp_plugin
+    plugin = accelerator.state.fsdp_plugin
     model, optimizer = accelerator.prepare(*make({}))
 
-    def train() -> dict[str, Any]:
+    def train():
         accelerator.forward_backward(model, *data(4).tensors, loss_of)
         optimizer.step()
         optimizer.zero_grad()
         return weights_of(accelerator, model)
 
-    def spoil() -> None:
+    def spoil():
         with torch.no_grad():
             for weight in model.parameters():
                 weight.zero_()
@@ -76,13 +73,13 @@ def save_and_load(folder: str) -> None:
         utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/whole", 3)
 
 
-def are_close(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def are_close(one, other):
     """Up to the order in which an optimizer computes its step, which is not a checkpoint's."""
     pairs = [(torch.tensor(value), torch.tensor(other[name])) for name, value in one.items()]
     return all(torch.allclose(*pair, atol=FLOAT_ERROR) for pair in pairs)
 
 
-def test_weights_in_parts_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+def test_weights_in_parts_are_saved_and_loaded_by_hand(tmp_path):
     run_ranks(save_and_load, 2, str(tmp_path))
     for kind, names in zip(
         KINDS,
@@ -95,14 +92,12 @@ def test_weights_in_parts_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
 class Adapted(torch.nn.Linear):
     """Looks like a model of PEFT: its weight is frozen, its bias trains."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(2, 2)
         self.weight.requires_grad_(False)
 
 
-def test_of_an_adapted_model_what_trains_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_adapted_model_what_trains_is_written(tmp_path, monkeypatch):
     from notebook_accel.training import fsdp_functions
 
     monkeypatch.setattr(fsdp_functions, "_is_of_peft", lambda model: isinstance(model, Adapted))

@@ -11,7 +11,6 @@ compared in ``test_compiling``.
 
 import copy
 import json
-from typing import Any
 
 import accelerate.utils as peer
 import pytest
@@ -56,7 +55,7 @@ CPU = torch.device("cpu")
         ({"state_dict_type": StateDictType.FULL_STATE_DICT, "fsdp_version": 2}, False),
     ],
 )
-def test_how_checkpoints_are_written(given: dict[str, Any], saves_shards: bool) -> None:
+def test_how_checkpoints_are_written(given, saves_shards):
     assert Plugin(**given).saves_shards is saves_shards
 
 
@@ -72,7 +71,7 @@ def test_how_checkpoints_are_written(given: dict[str, Any], saves_shards: bool) 
         ({"reshard_after_forward": False, "fsdp_version": 2}, False),
     ],
 )
-def test_what_is_kept_whole_after_forward(given: dict[str, Any], reshards: bool) -> None:
+def test_what_is_kept_whole_after_forward(given, reshards):
     assert Plugin(**given).reshard_after_forward is reshards
 
 
@@ -86,7 +85,7 @@ def test_what_is_kept_whole_after_forward(given: dict[str, Any], reshards: bool)
         (MixedPrecisionPolicy(torch.float16), MixedPrecisionPolicy(torch.float16)),
     ],
 )
-def test_precision_policies(given: Any, expected: Any) -> None:
+def test_precision_policies(given, expected):
     if isinstance(expected, tuple):
         expected = MixedPrecisionPolicy(*expected)
     assert Plugin(mixed_precision_policy=given).precision_policy(torch.bfloat16) == expected
@@ -104,16 +103,16 @@ def test_precision_policies(given: Any, expected: Any) -> None:
         {"auto_wrap_policy": size_based_auto_wrap_policy, "min_num_params": 7},
     ],
 )
-def test_a_policy_is_made_a_function_as_accelerate_makes_it(given: dict[str, Any]) -> None:
+def test_a_policy_is_made_a_function_as_accelerate_makes_it(given):
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    ours: Any = Plugin(**given)
-    theirs: Any = PeerPlugin(**given)
+    ours = Plugin(**given)
+    theirs = PeerPlugin(**given)
     theirs.set_auto_wrap_policy(model)
     assert ours.wrap_policy(model).func is theirs.auto_wrap_policy.func
     assert ours.wrap_policy(model).keywords == theirs.auto_wrap_policy.keywords
 
 
-def test_a_policy_by_size_without_a_size_chooses_nothing() -> None:
+def test_a_policy_by_size_without_a_size_chooses_nothing():
     """As Accelerate's; torch's own function would choose activations too, one by one."""
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
     ours, theirs = (kind(auto_wrap_policy="size_based_wrap") for kind in (Plugin, PeerPlugin))
@@ -123,7 +122,7 @@ def test_a_policy_by_size_without_a_size_chooses_nothing() -> None:
         assert ours.wrap_policy(model) is None
 
 
-def test_modules_are_chosen_by_torchs_policy_of_classes() -> None:
+def test_modules_are_chosen_by_torchs_policy_of_classes():
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
     plugin = Plugin(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     assert choose_modules(model, plugin) == [model[0]]
@@ -140,9 +139,7 @@ def test_modules_are_chosen_by_torchs_policy_of_classes() -> None:
         (2, OffloadPolicy(), False),
     ],
 )
-def test_offloading_pins_no_memory_where_there_is_no_device(
-    version: int, given: Any, offloads: bool
-) -> None:
+def test_offloading_pins_no_memory_where_there_is_no_device(version, given, offloads):
     policy = Plugin(fsdp_version=version, cpu_offload=given).offload_policy(CPU)
     assert policy == (CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy())
     assert Plugin(cpu_offload=CPUOffloadPolicy()).offload_policy(torch.device("cuda")).pin_memory
@@ -171,9 +168,9 @@ NAMES = [
     ],
     ids=str,
 )
-def test_names_of_dimensions_are_accelerates(given: dict[str, int]) -> None:
-    ours: Any = ParallelismConfig(**given)
-    theirs: Any = PeerConfig(**given)
+def test_names_of_dimensions_are_accelerates(given):
+    ours = ParallelismConfig(**given)
+    theirs = PeerConfig(**given)
     for name in NAMES:
         assert getattr(ours, name) == getattr(theirs, name), name
     for name in ("tp_handler", "cp_handler", "sp_handler"):
@@ -185,16 +182,14 @@ def test_names_of_dimensions_are_accelerates(given: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["cp_backend", "sp_backend"])
-def test_a_backend_of_a_variable_is_as_one_of_an_argument(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_of_a_variable_is_as_one_of_an_argument(name, monkeypatch):
     assert getattr(ParallelismConfig(**{name: None}), name) == getattr(PeerConfig(), name)
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "ring")
     with pytest.raises(ConfigError, match=f"PARALLELISM_CONFIG_{name.upper()}='ring': expected"):
         ParallelismConfig()
 
 
-def test_modules_are_ignored_by_name() -> None:
+def test_modules_are_ignored_by_name():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert Plugin(ignored_modules="0").ignored_parts(model) == [model[0]]
     with pytest.warns(UserWarning, match="ignored_modules='head' matches the name of no module"):
@@ -204,7 +199,7 @@ def test_modules_are_ignored_by_name() -> None:
         assert given.ignored_parts(model) == [model[1]]
 
 
-def test_weights_that_rank_0_alone_has_read_are_those_of_all() -> None:
+def test_weights_that_rank_0_alone_has_read_are_those_of_all():
     with pytest.warns(UserWarning, match="rank 0 alone has read the weights"):
         plugin = Plugin(cpu_ram_efficient_loading=True, sync_module_states=False)
     assert plugin.sync_module_states is True
@@ -231,9 +226,7 @@ def test_weights_that_rank_0_alone_has_read_are_those_of_all() -> None:
     ],
     ids=str,
 )
-def test_a_sharding_strategy_takes_the_ranks_that_are_left(
-    strategy: str, ranks: int, asked: dict[str, int], expected: tuple[int, int]
-) -> None:
+def test_a_sharding_strategy_takes_the_ranks_that_are_left(strategy, ranks, asked, expected):
     plugin = Plugin(sharding_strategy=strategy)
     config = ParallelismConfig(**asked) if asked else None
     sizes = fit_sizes(config, plugin, num_processes=ranks, local_num_processes=4).sizes
@@ -248,9 +241,7 @@ def test_a_sharding_strategy_takes_the_ranks_that_are_left(
         ("PARALLELISM_CONFIG_TP_SIZE", ParallelismConfig),
     ],
 )
-def test_a_variable_that_is_no_number_is_named(
-    variable: str, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_is_no_number_is_named(variable, make, monkeypatch):
     monkeypatch.setenv(variable, "two")
     with pytest.raises(ConfigError, match=f"{variable}='two': expected a whole number"):
         make()
@@ -290,7 +281,7 @@ def test_a_variable_that_is_no_number_is_named(
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+def test_what_makes_no_sense_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -298,19 +289,19 @@ def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
 class Counting(nn.Linear):
     calls = 0
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         self.calls += 1
         return torch.tanh(super().forward(inputs))
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_is_kept_of_activations(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_of_activations(offload, monkeypatch):
     """Offloaded or not, a forward is computed again; to the host go its inputs alone."""
-    kept: list[tuple[int, ...]] = []
+    kept = []
     hooks = torch.autograd.graph.save_on_cpu
 
-    class Seen(hooks):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+    class Seen(hooks):
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             pack = self.pack_hook
             self.pack_hook = lambda value: kept.append(tuple(value.shape)) or pack(value)
@@ -330,12 +321,12 @@ def test_what_is_kept_of_activations(offload: bool, monkeypatch: pytest.MonkeyPa
     assert [shape for shape in kept if len(shape) == 2] == ([(4, 2), (4, 3)] if offload else [])
     assert list(model.state_dict()) == names
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 # ---- the environment
 
-_FSDP: list[tuple[str, dict[str, str]]] = [
+_FSDP = [
     ("fsdp_version", {}),
     ("fsdp_version", {"VERSION": "2"}),
     ("sharding_strategy", {}),
@@ -379,7 +370,7 @@ _FSDP: list[tuple[str, dict[str, str]]] = [
     ("ignored_modules", {"IGNORED_MODULES": "layers.*"}),
 ]
 _NVME = "DEEPSPEED_OFFLOAD_OPTIMIZER_"
-_DEEPSPEED: list[tuple[str, dict[str, str]]] = [
+_DEEPSPEED = [
     ("zero_stage", {}),
     ("zero_stage", {"DEEPSPEED_ZERO_STAGE": "3"}),
     ("gradient_clipping", {}),
@@ -407,7 +398,7 @@ _DEEPSPEED: list[tuple[str, dict[str, str]]] = [
     ("zero3_save_16bit_model", {"DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}),
 ]
 _SIZES = [(f"{name}_size", f"{name.upper()}_SIZE") for name in ("dp_shard", "tp", "cp")]
-_PARALLELISM: list[tuple[str, dict[str, str]]] = [
+_PARALLELISM = [
     *((field, {}) for field, _ in _SIZES),
     *((field, {variable: "2"}) for field, variable in _SIZES),
     ("dp_replicate_size", {"DP_REPLICATE_SIZE": "3"}),
@@ -427,7 +418,7 @@ _WRAPS = {
 }
 
 
-def in_our_words(field: str, value: Any) -> Any:
+def in_our_words(field, value):
     """A field of Accelerate's plugin as ours spells it."""
     if field == "auto_wrap_policy":
         return _WRAPS[value]
@@ -435,9 +426,7 @@ def in_our_words(field: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("plugin", "prefix", "field", "variables"), _CASES)
-def test_fields_from_the_environment(
-    plugin: str, prefix: str, field: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fields_from_the_environment(plugin, prefix, field, variables, monkeypatch):
     for name, text in variables.items():
         monkeypatch.setenv(prefix + name, text)
     ours = getattr(getattr(utils, plugin)(), field)

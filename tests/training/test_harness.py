@@ -2,7 +2,6 @@
 
 import subprocess
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,18 @@ from tests.training.harness import run_ranks
 
 
 @torch.no_grad()
-def computes_gradients() -> bool:
+def computes_gradients():
     return torch.is_grad_enabled()
 
 
-def test_a_decorated_function_is_found_and_one_without_a_place_is_named() -> None:
+def test_a_decorated_function_is_found_and_one_without_a_place_is_named():
     assert run_ranks(computes_gradients, 1) == [False]
     with pytest.raises(TypeError, match=r"there is no .*<lambda> in tests.training.test_harness"):
         run_ranks(lambda: None, 1)
 
 
-def test_no_later_call_gets_the_answer_to_one_that_was_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def reach_the_limit(*streams: Any) -> None:
+def test_no_later_call_gets_the_answer_to_one_that_was_left(monkeypatch):
+    def reach_the_limit(*streams):
         raise KeyboardInterrupt
 
     helper = object.__new__(harness._Helper)

@@ -1,7 +1,5 @@
 """A rank that is killed at a random instant: a few of the instants of ``make test-kills``."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.kills import CASES, run_case
@@ -15,7 +13,7 @@ SHORT = ["ddp, fp16", "ddp, async", "fsdp2, fp16", "fsdp2, async", "1F1B"]
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SHORT)
-def test_a_killed_training_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_as_if_nothing_had_been(name, tmp_path):
     skip_unless_it_runs(name)
     report = run_case(name, 1, seed=7, root=tmp_path, samples=12)
     assert report["kills"] == 1

@@ -4,7 +4,6 @@ import math
 import random
 import sys
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from notebook_accel.render.snapshot import render_snapshot
 OF_TRAINING = ("torch.", "notebook_accel.")
 
 
-def train() -> dict[str, Any]:
+def train():
     known = set(sys.modules)
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
     model = nn.Linear(3, 1)
@@ -58,7 +57,7 @@ def train() -> dict[str, Any]:
     }
 
 
-def test_a_launched_training_reports_and_comes_back_plain() -> None:
+def test_a_launched_training_reports_and_comes_back_plain():
     run = notebook_launcher(train, num_processes=2, view="none")
     for result in run:
         assert result["type"] == "DistributedDataParallel"
@@ -83,9 +82,9 @@ def test_a_launched_training_reports_and_comes_back_plain() -> None:
     assert len(told) == 1
 
 
-def warn_and_train(rate: float) -> None:
+def warn_and_train(rate):
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model: nn.Module = nn.Linear(3, 1)
+    model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(4):
@@ -101,7 +100,7 @@ def warn_and_train(rate: float) -> None:
         accelerator.log({"loss": 0.1, "eval/accuracy": (0.25, 0.75, math.nan, 0.5)[step]}, step)
 
 
-def test_the_summary_says_on_what_it_was_trained_and_how_the_best_value_and_warnings() -> None:
+def test_the_summary_says_on_what_it_was_trained_and_how_the_best_value_and_warnings():
     run = notebook_launcher(warn_and_train, (0.1,), num_processes=2, view="none")
     lines = summary_lines(run.state, now=0.0)
     assert lines[1] == "2 x CPU, bf16, DDP, best eval/accuracy 0.75, 2 warnings"
@@ -132,8 +131,8 @@ def test_the_summary_says_on_what_it_was_trained_and_how_the_best_value_and_warn
     ],
     ids=["FSDP2", "TP"],
 )
-def test_how_a_model_is_spread_is_said(settings: dict[str, Any], words: str) -> None:
-    def prepares() -> None:
+def test_how_a_model_is_spread_is_said(settings, words):
+    def prepares():
         accelerator = Accelerator(cpu=True, **settings)
         accelerator.prepare(nn.Sequential(nn.Linear(4, 4)))
 
@@ -141,7 +140,7 @@ def test_how_a_model_is_spread_is_said(settings: dict[str, Any], words: str) -> 
     assert summary_lines(run.state, now=0.0)[1] == f"2 x CPU, {words}"
 
 
-def forget_to_prepare() -> torch.Tensor:
+def forget_to_prepare():
     accelerator = Accelerator()
     model = nn.Linear(3, 1)
     for _ in range(2):
@@ -149,7 +148,7 @@ def forget_to_prepare() -> torch.Tensor:
     return model.weight
 
 
-def test_a_model_that_nobody_prepared_is_told_of_once() -> None:
+def test_a_model_that_nobody_prepared_is_told_of_once():
     run = notebook_launcher(forget_to_prepare, num_processes=2, view="none")
     told = [text for text in run.state.notices if "no model was prepared" in text]
     assert len(told) == 1
@@ -158,7 +157,7 @@ def test_a_model_that_nobody_prepared_is_told_of_once() -> None:
     assert not [text for text in alone.state.notices if "prepared" in text]
 
 
-def train_and_validate() -> None:
+def train_and_validate():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     made = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -172,7 +171,7 @@ def train_and_validate() -> None:
             model(batch)
 
 
-def test_the_summary_counts_the_batches_of_the_loader_in_which_steps_are_made() -> None:
+def test_the_summary_counts_the_batches_of_the_loader_in_which_steps_are_made():
     run = notebook_launcher(train_and_validate, num_processes=2, view="none")
     said = {progress_text(rank) for rank in run.state.ranks}
     assert said == {"12 steps, 6/6 batches"}
@@ -180,7 +179,7 @@ def test_the_summary_counts_the_batches_of_the_loader_in_which_steps_are_made() 
 
 # ---- what ``config=`` says reaches every Accelerator of the function, with no line in it
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "num_processes": 2,
     "devices": "cpu",
     "seed": 7,
@@ -189,11 +188,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def draw() -> tuple[float, float, float]:
+def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def train_by_config() -> dict[str, Any]:
+def train_by_config():
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -209,7 +208,7 @@ def train_by_config() -> dict[str, Any]:
     }
 
 
-def test_seed_accumulation_and_fsdp_come_from_the_config() -> None:
+def test_seed_accumulation_and_fsdp_come_from_the_config():
     run = notebook_launcher(train_by_config, config=CONFIG, view="none")
     set_seed(7)
     expected = {

@@ -1,7 +1,5 @@
 """Ranks that train on their own between averages."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,12 +12,12 @@ from tests.training.meshes import Tiny, accelerator_for
 from tests.training.single import forget_states
 
 
-def train(enabled: bool) -> list[float]:
+def train(enabled):
     """The weight after each of five steps, and after the block; gradients are 1 and 3."""
     return train_by(Accelerator(cpu=True), local_sgd_steps=2, enabled=enabled)
 
 
-def train_by(accelerator: Accelerator, *, num_batches: int = 5, **settings: Any) -> list[float]:
+def train_by(accelerator, *, num_batches=5, **settings):
     """The weight after each batch, and after the block."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -38,7 +36,7 @@ def train_by(accelerator: Accelerator, *, num_batches: int = 5, **settings: Any)
     return [*weights, next(model.parameters()).item()]
 
 
-def train_all() -> list[list[float]]:
+def train_all():
     precision = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
     windows = train_by(Accelerator(cpu=True, **precision), num_batches=6, local_sgd_steps=4)
     replicas = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
@@ -46,7 +44,7 @@ def train_all() -> list[list[float]]:
     return [train(True), train(False), windows, on_mesh]
 
 
-def test_weights_are_averaged_now_and_then_and_at_the_end() -> None:
+def test_weights_are_averaged_now_and_then_and_at_the_end():
     here, there = run_ranks(train_all, 2)
     assert here[0] == [-1.0, -4.0, -5.0, -8.0, -9.0, -10.0]
     assert there[0] == [-3.0, -4.0, -7.0, -8.0, -11.0, -10.0]
@@ -57,11 +55,11 @@ def test_weights_are_averaged_now_and_then_and_at_the_end() -> None:
     assert (here[3], there[3]) == (here[0], there[0]), "replicas on a mesh are whole models"
 
 
-def test_one_rank_trains_as_without_it() -> None:
+def test_one_rank_trains_as_without_it():
     assert train(True) == [-1.0, -2.0, -3.0, -4.0, -5.0, -5.0]
 
 
-def refusals() -> list[str]:
+def refusals():
     said = []
     for mesh in ("fsdp", "tensor"):
         accelerator = accelerator_for(mesh)
@@ -75,13 +73,13 @@ def refusals() -> list[str]:
     return said
 
 
-def test_models_in_parts_are_refused() -> None:
+def test_models_in_parts_are_refused():
     for said in run_ranks(refusals, 2):
         assert len(said) == 2
         assert all("it averages whole models" in text for text in said)
 
 
 @pytest.mark.parametrize("steps", [0, "8"])
-def test_no_steps_are_refused(steps: Any) -> None:
+def test_no_steps_are_refused(steps):
     with pytest.raises(ConfigError, match=f"sgd_steps={steps!r}: expected a whole number, 1 or m"):
         LocalSGD(Accelerator(cpu=True), nn.Linear(1, 1), steps)

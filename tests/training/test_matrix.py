@@ -23,7 +23,6 @@ that root is ``SMALLEST``, so that an error of a gradient moves a weight by no m
 
 from functools import cache, partial
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -53,18 +52,18 @@ BATCH, RATE, SMALLEST = 4, 0.2, 0.05
 
 
 class Small(Tiny):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return super().forward(tokens) * self.gain
 
 
 class Deep(Small):
     """Enough blocks for two stages a rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block(), Block(), Block()])
 
@@ -73,7 +72,7 @@ MODELS = {"Interleaved1F1B": Deep}
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
-def asked_for(plugin_fields: dict[str, Any] | None = None, **sizes: Any) -> dict[str, Any]:
+def asked_for(plugin_fields=None, **sizes):
     """What the user asks for; two micro-batches, of which the last batch fills one."""
     micro = {"num_microbatches": 2} if "pp_size" in sizes else {}
     config = ParallelismConfig(**sizes, **micro, tp_plan=PLAN)
@@ -81,14 +80,14 @@ def asked_for(plugin_fields: dict[str, Any] | None = None, **sizes: Any) -> dict
     return {"parallelism_config": config, **sharded}
 
 
-def gathered_in_bf16() -> dict[str, Any]:
+def gathered_in_bf16():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     return {"fsdp_plugin": blocks(mixed_precision_policy=policy)}
 
 
 OWN_POLICY = "fsdp, gathered in bf16"
 # name: ranks, shares of the data, what the user asks for (made on the rank)
-STRATEGIES: dict[str, tuple[int, int, Any]] = {
+STRATEGIES = {
     "single": (1, 1, dict),
     "replicas": (2, 2, dict),
     **{name: MESHES[name] for name in ("fsdp, blocks", "fsdp, kept whole, on the host")},
@@ -118,17 +117,17 @@ STRATEGIES: dict[str, tuple[int, int, Any]] = {
 }
 
 
-def precisions_of(strategy: str) -> dict[str, str]:
+def precisions_of(strategy):
     """What the Accelerator is asked for, and in what the model then computes."""
     return {"no": "bf16"} if strategy == OWN_POLICY else {name: name for name in ROUNDING}
 
 
-def samples_for(shares: int) -> int:
+def samples_for(shares):
     """For three batches a rank, the last of which is of one sample."""
     return 2 * BATCH * shares + 1
 
 
-def make(kind: Any) -> list[tuple[Any, Any]]:
+def make(kind):
     torch.manual_seed(3)
     one, other = kind(), kind()
     adam = {"lr": RATE * SMALLEST / 2, "eps": SMALLEST}
@@ -138,7 +137,7 @@ def make(kind: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def train(strategy: str, precision: str, *, cpu: bool = True) -> dict[str, Any]:
+def train(strategy, precision, *, cpu=True):
     _, shares, asked = STRATEGIES[strategy]
     accelerator = Accelerator(
         cpu=cpu,
@@ -147,9 +146,9 @@ def train(strategy: str, precision: str, *, cpu: bool = True) -> dict[str, Any]:
         **asked(),
     )
     (one, first), (other, second) = make(MODELS.get(strategy, Small))
-    loader: Any = DataLoader(data(samples_for(shares)), batch_size=BATCH)
+    loader = DataLoader(data(samples_for(shares)), batch_size=BATCH)
     one, loader, other, first, second = accelerator.prepare(one, loader, other, first, second)
-    seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
+    seen = {"losses": [], "norms": [], "samples": []}
     for window in WINDOWS:
         accelerator.gradient_accumulation_steps = window
         for inputs, targets in loader:
@@ -166,12 +165,12 @@ def train(strategy: str, precision: str, *, cpu: bool = True) -> dict[str, Any]:
     return {**seen, "weights": [whole(accelerator, one), whole(accelerator, other)]}
 
 
-def whole(accelerator: Accelerator, model: Any) -> dict[str, Any]:
+def whole(accelerator, model):
     return {key: value.tolist() for key, value in accelerator.get_state_dict(model).items()}
 
 
 @cache
-def twin(kind: Any, shares: int, precision: str) -> dict[str, Any]:
+def twin(kind, shares, precision):
     inputs, targets = data(samples_for(shares)).tensors
     case = {"batch": BATCH, "windows": WINDOWS, "clip": 1.0, "precision": precision}
     both = [
@@ -188,7 +187,7 @@ def twin(kind: Any, shares: int, precision: str) -> dict[str, Any]:
     return {**by_turns, "weights": [one["weights"] for one in both]}
 
 
-def train_all(strategies: list[str]) -> dict[str, dict[str, Any]]:
+def train_all(strategies):
     return {
         strategy: {precision: train(strategy, precision) for precision in precisions_of(strategy)}
         for strategy in strategies
@@ -196,7 +195,7 @@ def train_all(strategies: list[str]) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
+def trained(ranks):
     """What each rank saw, of all strategies that take so many."""
     strategies = [
         name for name, (needed, _, _) in STRATEGIES.items() if needed == ranks and runs_here(name)
@@ -204,7 +203,7 @@ def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
     return run_ranks(train_all, ranks, strategies, timeout=240)
 
 
-def check(strategy: str, precision: str, ours: dict[str, Any], float_error: float) -> None:
+def check(strategy, precision, ours, float_error):
     """Compare what one rank saw with the twin.
 
     Args:
@@ -234,7 +233,7 @@ def check(strategy: str, precision: str, ours: dict[str, Any], float_error: floa
 @pytest.mark.parametrize(
     "strategy", with_long_ones({name: row[0] for name, row in STRATEGIES.items() if row[0] < 8})
 )
-def test_a_strategy_equals_one_process(strategy: str) -> None:
+def test_a_strategy_equals_one_process(strategy):
     skip_unless_it_runs(strategy)
     for of_rank in trained(STRATEGIES[strategy][0]):
         for precision, ours in of_rank[strategy].items():

@@ -14,19 +14,19 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
 class Job:
     """Fits up to ``limit`` samples a batch; keeps the sizes that it was tried with."""
 
-    def __init__(self, limit: int, error: BaseException | None = None) -> None:
+    def __init__(self, limit, error=None):
         self.limit = limit
         self.error = error or RuntimeError(CUDA)
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def run(self, batch_size: int, *, name: str = "") -> tuple[int, str]:
+    def run(self, batch_size, *, name=""):
         self.sizes.append(batch_size)
         if batch_size > self.limit:
             raise self.error
         return batch_size, name
 
 
-def test_bare_it_begins_with_128_and_takes_nine_tenths() -> None:
+def test_bare_it_begins_with_128_and_takes_nine_tenths():
     job = Job(100)
     run = find_executable_batch_size(job.run)
     assert run(name="a") == (92, "a")
@@ -35,10 +35,10 @@ def test_bare_it_begins_with_128_and_takes_nine_tenths() -> None:
     assert job.sizes[4:] == [92]
 
 
-def test_with_arguments_both_kinds_of_reduction_hold() -> None:
+def test_with_arguments_both_kinds_of_reduction_hold():
     sizes = iter([20, 10] * 2)
 
-    def optional(factor: int = 1) -> int:
+    def optional(factor=1):
         return next(sizes) * factor
 
     for reduce in (lambda size: size // 2, lambda: next(sizes), optional):
@@ -48,7 +48,7 @@ def test_with_arguments_both_kinds_of_reduction_hold() -> None:
         assert job.sizes == [40, 20, 10]
 
 
-def test_no_size_fits_and_the_next_call_begins_anew() -> None:
+def test_no_size_fits_and_the_next_call_begins_anew():
     job = Job(0)
     run = find_executable_batch_size(job.run, starting_batch_size=2)
     for _ in range(2):
@@ -69,19 +69,19 @@ def test_no_size_fits_and_the_next_call_begins_anew() -> None:
         RuntimeError("[enforce fail at alloc] DefaultCPUAllocator: not enough memory: you"),
     ],
 )
-def test_what_says_that_memory_is_short_is_tried_again(error: BaseException) -> None:
+def test_what_says_that_memory_is_short_is_tried_again(error):
     assert is_out_of_memory(error)
     assert find_executable_batch_size(Job(4, error).run, starting_batch_size=5)() == (4, "")
 
 
-def test_the_host_s_own_error_is_known() -> None:
+def test_the_host_s_own_error_is_known():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError(CUDA)])
-def test_another_error_passes(error: BaseException) -> None:
+def test_another_error_passes(error):
     job = Job(0, error)
     with pytest.raises(type(error)) as caught:
         find_executable_batch_size(job.run)()
@@ -89,11 +89,11 @@ def test_another_error_passes(error: BaseException) -> None:
     assert job.sizes == [128]
 
 
-def test_the_tensors_of_a_failed_try_are_gone_before_the_next() -> None:
-    held: list[weakref.ref[torch.Tensor]] = []
+def test_the_tensors_of_a_failed_try_are_gone_before_the_next():
+    held = []
 
     @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size: int) -> int:
+    def train(batch_size):
         assert all(tensor() is None for tensor in held)
         batch = torch.zeros(batch_size)
         held.append(weakref.ref(batch))
@@ -105,21 +105,21 @@ def test_the_tensors_of_a_failed_try_are_gone_before_the_next() -> None:
     assert len(held) == 3
 
 
-def test_a_function_takes_the_batch_size_first() -> None:
+def test_a_function_takes_the_batch_size_first():
     for function in (lambda: None, lambda *, batch_size: None):
         with pytest.raises(TypeError, match="its batch size, as its first argument"):
             find_executable_batch_size(function)()
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((64,), {}), ((), {"batch_size": 64})])
-def test_a_call_leaves_the_batch_size_out(args: tuple[int, ...], kwargs: dict[str, int]) -> None:
+def test_a_call_leaves_the_batch_size_out(args, kwargs):
     job = Job(1000)
     with pytest.raises(TypeError, match=r"run\(\) is given its batch size, .* leave it out"):
         find_executable_batch_size(job.run)(*args, **kwargs)
     assert job.sizes == []
 
 
-def test_sizes_that_make_no_sense_are_refused() -> None:
+def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ConfigError, match="starting_batch_size=0: expected a whole number, 1"):
         find_executable_batch_size(starting_batch_size=0)
     stuck = find_executable_batch_size(Job(0).run, 8, lambda size: size)
@@ -127,10 +127,10 @@ def test_sizes_that_make_no_sense_are_refused() -> None:
         stuck()
 
 
-def test_released_objects_are_free_once_their_names_are_given_away() -> None:
+def test_released_objects_are_free_once_their_names_are_given_away():
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     seen = weakref.ref(model)
-    model, other = release_memory(model, other)  # type: ignore[assignment]
+    model, other = release_memory(model, other)
     assert model is None
     assert other is None
     assert seen() is None

@@ -3,7 +3,6 @@
 import re
 import warnings
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ from tests.training.meshes import (
 )
 from tests.training.single import forget_states
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "plain": {},
     "uneven end, clipping the largest and by value, weights of rank 0": {
         "optimizer": "sgd",
@@ -57,12 +56,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train_all(meshes: list[str]) -> dict[str, dict[str, Any]]:
+def train_all(meshes):
     return {mesh: {name: train(mesh, case) for name, case in CASES.items()} for mesh in meshes}
 
 
 @cache
-def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
+def trained(ranks):
     """What each rank saw, on all meshes of so many: to start ranks takes as long as a mesh."""
     meshes = [name for name, (needed, _, _) in MESHES.items() if needed == ranks]
     return run_ranks(train_all, ranks, meshes, timeout=180)
@@ -71,14 +70,14 @@ def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_mesh_equals_one_process(name: str, mesh: str) -> None:
+def test_a_mesh_equals_one_process(name, mesh):
     ranks, shares, _ = MESHES[mesh]
     expected = twin(shares, CASES[name])
     for result in trained(ranks):
         check_run(result[mesh][name], expected, CASES[name], FLOAT_ERROR * 2 * 16 / shares)
 
 
-def gather_counts() -> tuple[list[int], bool]:
+def gather_counts():
     """What a step of raw ``fully_shard`` and of ours gathers; what is left after an evaluation."""
     counts = []
     accelerator = accelerator_for("fsdp, blocks")
@@ -96,7 +95,7 @@ def gather_counts() -> tuple[list[int], bool]:
     return counts, all(isinstance(weight, DTensor) for weight in ours.parameters())
 
 
-def ignored_weights() -> set[str]:
+def ignored_weights():
     """What a rank has whole where a part inside of a checkpointed block is ignored."""
     accelerator = accelerator_for("fsdp, a function chooses, a part is ignored")
     with warnings.catch_warnings():
@@ -105,7 +104,7 @@ def ignored_weights() -> set[str]:
     return {name for name, value in state.items() if not isinstance(value, DTensor)}
 
 
-def fill(module: Any) -> None:
+def fill(module):
     torch.manual_seed(1)
     for weight in module.parameters(recurse=False):
         torch.nn.init.uniform_(weight)
@@ -113,7 +112,7 @@ def fill(module: Any) -> None:
         values.fill_(0.25)
 
 
-def filled_weights(syncs: bool) -> dict[str, Any]:
+def filled_weights(syncs):
     """The weights of a model that no rank has read."""
     asked = {"param_init_fn": fill, "sync_module_states": syncs}
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(**asked))
@@ -122,38 +121,38 @@ def filled_weights(syncs: bool) -> dict[str, Any]:
     return weights_of(accelerator, accelerator.prepare(model))
 
 
-def look_inside() -> dict[str, Any]:
+def look_inside():
     filled = [filled_weights(syncs) for syncs in (True, False)]
     return {"gathers": gather_counts(), "ignored": ignored_weights(), "filled": filled}
 
 
 @pytest.fixture(scope="module")
-def inside() -> list[dict[str, Any]]:
+def inside():
     return run_ranks(look_inside, 2)
 
 
-def test_no_more_is_gathered_than_by_torch_alone(inside: list[dict[str, Any]]) -> None:
+def test_no_more_is_gathered_than_by_torch_alone(inside):
     for result in inside:
         (of_torch, of_ours), is_in_parts = result["gathers"]
         assert of_ours == of_torch > 0
         assert is_in_parts
 
 
-def test_modules_are_ignored_by_the_names_that_the_user_knows(inside: list[dict[str, Any]]) -> None:
+def test_modules_are_ignored_by_the_names_that_the_user_knows(inside):
     for result in inside:
         assert result["ignored"] == {"blocks.1.down.weight", "blocks.1.down.bias", "scale"}
 
 
-def test_weights_that_nobody_has_read_are_filled(inside: list[dict[str, Any]]) -> None:
+def test_weights_that_nobody_has_read_are_filled(inside):
     model = Tiny().apply(fill)
     expected = {name: value.tolist() for name, value in model.state_dict().items()}
     for result in inside:
         assert result["filled"] == [expected, expected]
 
 
-def look_around() -> dict[str, Any]:
+def look_around():
     accelerator = accelerator_for("fsdp x tensor")
-    mesh: Any = accelerator.torch_device_mesh
+    mesh = accelerator.torch_device_mesh
     return {
         "type": str(accelerator.distributed_type),
         "names": mesh.mesh_dim_names,
@@ -162,12 +161,12 @@ def look_around() -> dict[str, Any]:
         "others": (accelerator.pipeline_parallel_rank, accelerator.context_parallel_rank),
         "is_fsdp2": accelerator.is_fsdp2 and accelerator.is_composable_parallelism_enabled,
         "state": (accelerator.state.device_mesh is mesh, accelerator.state.is_fsdp2),
-        "sizes": accelerator.parallelism_config.total_size,  # type: ignore[union-attr]
+        "sizes": accelerator.parallelism_config.total_size,
         "bare": by_bare_functions(accelerator.process_index),
     }
 
 
-def by_bare_functions(rank: int) -> tuple[Any, ...]:
+def by_bare_functions(rank):
     """What the functions of ``utils`` join, and who gets which inputs."""
     with PartialState().split_between_processes(["a", "b", "c"]) as mine:
         words = utils.gather_object(mine)
@@ -180,7 +179,7 @@ def by_bare_functions(rank: int) -> tuple[Any, ...]:
     )
 
 
-def test_the_accelerator_tells_where_a_rank_stands() -> None:
+def test_the_accelerator_tells_where_a_rank_stands():
     results = run_ranks(look_around, 4)
     assert [result["ranks"] for result in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [result["shard"] for result in results] == [0, 0, 1, 1]
@@ -198,12 +197,12 @@ def test_the_accelerator_tells_where_a_rank_stands() -> None:
         assert result["bare"] == (others, sum(others) / 2, [1, float(rank > 1)], words)
 
 
-def train_in_launcher() -> tuple[str, list[float]]:
+def train_in_launcher():
     result = train("fsdp, blocks", {})
     return "ended", result["losses"]
 
 
-def test_it_trains_in_launched_ranks() -> None:
+def test_it_trains_in_launched_ranks():
     run = notebook_launcher(train_in_launcher, num_processes=2, view="none")
     expected = twin(2, {})["losses"]
     for said, losses in run:
@@ -211,7 +210,7 @@ def test_it_trains_in_launched_ranks() -> None:
         assert losses == pytest.approx(expected, abs=FLOAT_ERROR * len(expected))
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     ({"tp_size": 3}, "takes 3 ranks .*tp 3.* and there are 2"),
     ({"tp_size": 2}, "divides layers by a plan, and Linear has none"),
     ({"tp_size": 2, "tp_plan": {"no.such": "colwise"}}, "no module of such a name"),
@@ -220,7 +219,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_what_cannot_be_divided_is_refused():
     for of_rank in run_ranks(refusals, 2):
         for said, (_, message) in zip(of_rank, REFUSED, strict=True):
             assert re.search(message, said)
@@ -232,7 +231,7 @@ SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vo
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
 
 
-def train_by_own_plan(name: str, tp_size: int) -> dict[str, Any]:
+def train_by_own_plan(name, tp_size):
     import transformers
 
     settings = ParallelismConfig(tp_size=tp_size)
@@ -244,11 +243,11 @@ def train_by_own_plan(name: str, tp_size: int) -> dict[str, Any]:
     return train_decoder(accelerator, model)
 
 
-def train_by_own_plans(tp_size: int) -> dict[str, Any]:
+def train_by_own_plans(tp_size):
     return {name: train_by_own_plan(name, tp_size) for name in OWN_PLANS}
 
 
-def test_models_of_transformers_are_divided_by_their_own_plans() -> None:
+def test_models_of_transformers_are_divided_by_their_own_plans():
     pytest.importorskip("transformers")
     models = (
         "transformers.models.llama.modeling_llama",
@@ -263,37 +262,31 @@ def test_models_of_transformers_are_divided_by_their_own_plans() -> None:
             check_weights(ours["weights"], expected["weights"], 1e-5)
 
 
-def refusals() -> list[str]:
+def refusals():
     return [refusal(asked) for asked, _ in REFUSED]
 
 
-def refusal(asked: dict[str, Any]) -> str:
+def refusal(asked):
     layer = torch.nn.Linear(4, 3)
     model = torch.nn.Sequential(layer) if "tp_plan" in asked else layer
     sizes = ParallelismConfig(**asked)
     return refusal_of(lambda: Accelerator(cpu=True, parallelism_config=sizes).prepare(model))
 
 
-def test_sizes_are_checked_before_ranks_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sizes_are_checked_before_ranks_wait_for_each_other(monkeypatch):
     forget_states()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")  # whose other ranks never come
     for plugin, asked in ((None, {"dp_shard_size": 4}), (blocks(), {"tp_size": 4})):
         with pytest.raises(ConfigError, match=r"takes 4 ranks .* and there are 6"):
-            Accelerator(
-                cpu=True,
-                fsdp_plugin=plugin,
-                parallelism_config=ParallelismConfig(**asked),  # type: ignore[arg-type]
-            )
+            Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**asked))
     assert not torch.distributed.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"takes 2 ranks .* and there are 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
 
 
-def two_of_common_weights(layout: str) -> tuple[str, bool]:
+def two_of_common_weights(layout):
     """What is said of two models with one embedding, and whether they train where it is frozen."""
     said = "accepted"
     for is_frozen in (False, True):
@@ -302,7 +295,7 @@ def two_of_common_weights(layout: str) -> tuple[str, bool]:
         one.embed.weight.requires_grad_(not is_frozen)
         other.embed.weight = other.head.weight = one.embed.weight
         weights = dict.fromkeys([*one.parameters(), *other.parameters()])
-        optimizer: Any = torch.optim.SGD(list(weights), lr=0.1)
+        optimizer = torch.optim.SGD(list(weights), lr=0.1)
         try:
             first, second, optimizer = accelerator.prepare(one, other, optimizer)
         except ConfigError as error:
@@ -314,21 +307,21 @@ def two_of_common_weights(layout: str) -> tuple[str, bool]:
     return said, is_frozen
 
 
-def a_part_alone_and_within(frozen: bool) -> str:
+def a_part_alone_and_within(frozen):
     accelerator = accelerator_for("fsdp")
     block = Block().requires_grad_(not frozen)
     around = torch.nn.Sequential(block, torch.nn.Linear(8, 2))
     return refusal_of(lambda: accelerator.prepare(block, around))
 
 
-def lbfgs(layout: str) -> str:
+def lbfgs(layout):
     accelerator = accelerator_for(layout)
     model = Tiny()
     optimizer = torch.optim.LBFGS(model.parameters())
     return refusal_of(lambda: accelerator.prepare(model, optimizer))
 
 
-def what_would_part() -> dict[str, Any]:
+def what_would_part():
     return {
         "common": {name: two_of_common_weights(name) for name in ("fsdp", "tensor", "1F1B")},
         "within": [a_part_alone_and_within(frozen) for frozen in (False, True)],
@@ -336,7 +329,7 @@ def what_would_part() -> dict[str, Any]:
     }
 
 
-def test_what_would_part_without_a_word_is_refused() -> None:
+def test_what_would_part_without_a_word_is_refused():
     """Weights that two models have, and a step that needs all weights of the model at once."""
     common = r"the weight 'embed\.weight' in common with a model that was prepared before"
     for found in run_ranks(what_would_part, 2):
@@ -349,10 +342,10 @@ def test_what_would_part_without_a_word_is_refused() -> None:
         assert found["lbfgs"]["fsdp"] == "accepted"
 
 
-def overflow(mesh: str) -> tuple[bool, float]:
+def overflow(mesh):
     accelerator = accelerator_for(mesh, mixed_precision="fp16")
-    model: Any = Tiny()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     inputs, targets = data(4).tensors
     accelerator.forward_backward(model, inputs, targets, loss_of)
@@ -364,7 +357,7 @@ def overflow(mesh: str) -> tuple[bool, float]:
     return optimizer.step_was_skipped, accelerator.scaler.get_scale()
 
 
-def overflows(meshes: list[str]) -> list[tuple[bool, float]]:
+def overflows(meshes):
     return [overflow(mesh) for mesh in meshes]
 
 
@@ -372,5 +365,5 @@ def overflows(meshes: list[str]) -> list[tuple[bool, float]]:
     ("ranks", "meshes"),
     [(2, ["fsdp, blocks", "tensor"]), (4, ["fsdp x tensor", "replicas x fsdp"])],
 )
-def test_an_overflow_on_one_rank_skips_the_step_of_all(ranks: int, meshes: list[str]) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_of_all(ranks, meshes):
     assert run_ranks(overflows, ranks, meshes) == [[(True, 2.0**15)] * len(meshes)] * ranks

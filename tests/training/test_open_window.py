@@ -2,8 +2,6 @@
 
 import shutil
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +16,11 @@ from tests.training.resuming import train
 SAMPLES, WINDOW = 12, 3
 STOP = 11  # batches: in the second window of the second epoch, whose first batch is number 3
 Case = tuple[str | None, str]
-CASES: list[Case] = [*product([None, "fsdp, blocks", "1F1B"], ["sgd", "adamw"])]
-ALONE: Case = ("single", "adamw")
+CASES = [*product([None, "fsdp, blocks", "1F1B"], ["sgd", "adamw"])]
+ALONE = ("single", "adamw")
 
 
-def train_all(places: dict[str, Case], stop: int) -> dict[str, dict[str, Any]]:
+def train_all(places, stop):
     """In windows of three of an epoch's six batches; one that stops saves once, at its end."""
     return {
         folder: train(
@@ -39,13 +37,13 @@ def train_all(places: dict[str, Case], stop: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+def trained(tmp_path_factory):
     """What each rank saw: of trainings that were never stopped, by case; of those that saved; and
     of those that went on, by the case that saved and the case that loaded."""
     root = tmp_path_factory.mktemp("windows")
-    found: dict[Any, list[dict[str, Any]]] = {}
+    found = {}
 
-    def run(places: dict[Any, Path], stop: int) -> None:
+    def run(places, stop):
         for ranks, is_alone in ((2, False), (1, True)):
             cases = {key: _reader(key) for key in places if (_reader(key) == ALONE) is is_alone}
             at = {str(places[key]): case for key, case in cases.items()}
@@ -67,13 +65,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str
     return found
 
 
-def _reader(key: Any) -> Case:
-    case: Case = key[-1]
-    return case
+def _reader(key):
+    return key[-1]
 
 
 @pytest.mark.parametrize("case", [*CASES, ALONE])
-def test_what_resumes_ends_at_the_curve_that_was_never_stopped(case: Case, trained: Any) -> None:
+def test_what_resumes_ends_at_the_curve_that_was_never_stopped(case, trained):
     skip_unless_it_runs(case)
     ranks = zip(
         trained["whole", case], trained["saved", case], trained["rest", case, case], strict=True
@@ -89,7 +86,7 @@ def test_what_resumes_ends_at_the_curve_that_was_never_stopped(case: Case, train
     ("writer", "reader"),
     [((None, "adamw"), ALONE), (("fsdp, blocks", "adamw"), ALONE), (ALONE, (None, "adamw"))],
 )
-def test_so_does_another_number_of_ranks(writer: Case, reader: Case, trained: Any) -> None:
+def test_so_does_another_number_of_ranks(writer, reader, trained):
     expected = trained["whole", writer][0]["losses"]
     for after in trained["rest", writer, reader]:
         assert (after["start"].epoch, after["start"].batch) == (1, 3)
@@ -100,7 +97,7 @@ def test_so_does_another_number_of_ranks(writer: Case, reader: Case, trained: An
 # ---- one process
 
 
-def train_with_dropout(folder: Path, stop: int = 0, **window: Any) -> dict[str, list[float]]:
+def train_with_dropout(folder, stop=0, **window):
     plugin = GradientAccumulationPlugin(num_steps=3, **window)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     torch.manual_seed(0)
@@ -111,7 +108,7 @@ def train_with_dropout(folder: Path, stop: int = 0, **window: Any) -> dict[str, 
         DataLoader(torch.arange(24.0).view(12, 2), shuffle=True),
     )
     start = accelerator.resume_or_start(folder)
-    seen: dict[str, list[float]] = {}
+    seen = {}
     for epoch in range(start.epoch, 2):
         begin = start.batch if epoch == start.epoch else 0
         for batch, inputs in enumerate(loader, begin):
@@ -128,15 +125,15 @@ def train_with_dropout(folder: Path, stop: int = 0, **window: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5, 13, 14, 20])
-def test_a_window_draws_the_same_random_numbers_again(stop: int, tmp_path: Path) -> None:
+def test_a_window_draws_the_same_random_numbers_again(stop, tmp_path):
     before = train_with_dropout(tmp_path / "state", stop)
     after = train_with_dropout(tmp_path / "state")
     assert len(before) + len(after) == 24 + stop % 3
     assert {**before, **after} == train_with_dropout(tmp_path / "none")
 
 
-def test_a_save_between_backward_and_step_loses_no_batch(tmp_path: Path) -> None:
-    def run(stops: bool) -> tuple[Any, list[float]]:
+def test_a_save_between_backward_and_step_loses_no_batch(tmp_path):
+    def run(stops):
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         inner = nn.Linear(1, 1)

@@ -5,8 +5,6 @@ import gc
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +24,11 @@ GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
 class Recorder(torch.optim.Optimizer):
     """Notes the gradient that each step uses."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1.0})
-        self.used: list[float] = []
+        self.used = []
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         if closure is not None:
             closure()
         (weight,) = self.param_groups[0]["params"]
@@ -40,32 +38,32 @@ class Recorder(torch.optim.Optimizer):
 class Lookahead(torch.optim.Optimizer):
     """Wraps another one as torch_optimizer's does: without the base class's ``__init__``."""
 
-    def __init__(self, optimizer: Recorder) -> None:
+    def __init__(self, optimizer):
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
-        self.state, self.defaults = {}, {}  # type: ignore[assignment]
+        self.state, self.defaults = {}, {}
         self.steps = 0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         self.optimizer.step(closure)
         self.steps += 1
 
-    def zero_grad(self) -> None:  # type: ignore[override]
+    def zero_grad(self):
         self.optimizer.zero_grad()
 
 
 class Scalar(nn.Module):
     """One weight, whose gradient is the input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
 
-    def forward(self, factor: float) -> torch.Tensor:
+    def forward(self, factor):
         return self.weight * factor
 
 
-def setup(steps: int = 2, **settings: Any) -> tuple[Accelerator, Any, Any, Recorder]:
+def setup(steps=2, **settings):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **settings)
     model = Scalar()
     recorder = Recorder(model.parameters())
@@ -73,7 +71,7 @@ def setup(steps: int = 2, **settings: Any) -> tuple[Accelerator, Any, Any, Recor
     return accelerator, model, optimizer, recorder
 
 
-def loop(accelerator: Accelerator, model: Any, optimizer: Any, order: str) -> None:
+def loop(accelerator, model, optimizer, order):
     for gradient in GRADIENTS:
         if order == "before the block":
             optimizer.zero_grad()
@@ -89,21 +87,21 @@ def loop(accelerator: Accelerator, model: Any, optimizer: Any, order: str) -> No
 
 
 @pytest.mark.parametrize("order", ["first", "last", "before the block", "after the block"])
-def test_zero_grad_may_stand_anywhere_in_the_loop(order: str) -> None:
+def test_zero_grad_may_stand_anywhere_in_the_loop(order):
     accelerator, model, optimizer, recorder = setup()
     loop(accelerator, model, optimizer, order)
     assert recorder.used == [5.5, 550.0]
 
 
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_one_batch_a_window_clears_as_without_windows(order: str) -> None:
+def test_one_batch_a_window_clears_as_without_windows(order):
     accelerator, model, optimizer, recorder = setup(1)
     model.weight.grad = torch.tensor(7.0)  # of whatever came before
     loop(accelerator, model, optimizer, order)
     assert recorder.used == [1.0 + 7.0 * (order == "last"), *GRADIENTS[1:]]
 
 
-def test_gradients_of_no_window_are_cleared_at_once() -> None:
+def test_gradients_of_no_window_are_cleared_at_once():
     accelerator, model, optimizer, recorder = setup()
     accelerator.backward(model(4.0))
     optimizer.zero_grad()
@@ -116,7 +114,7 @@ def test_gradients_of_no_window_are_cleared_at_once() -> None:
     assert recorder.used == [2.0], "outside of accumulate every step is real"
 
 
-def test_steps_may_be_taken_where_gradients_are_synchronised() -> None:
+def test_steps_may_be_taken_where_gradients_are_synchronised():
     accelerator, model, optimizer, recorder = setup()
     for gradient in GRADIENTS:
         with accelerator.accumulate(model):
@@ -128,7 +126,7 @@ def test_steps_may_be_taken_where_gradients_are_synchronised() -> None:
 
 
 @pytest.mark.parametrize("by_state", [False, True])
-def test_a_window_may_be_said_by_hand(by_state: bool) -> None:
+def test_a_window_may_be_said_by_hand(by_state):
     """Code that counts batches itself says which of them is a window's last."""
     accelerator, model, optimizer, recorder = setup(steps=1)
     for index, gradient in enumerate(GRADIENTS):
@@ -143,7 +141,7 @@ def test_a_window_may_be_said_by_hand(by_state: bool) -> None:
 
 
 @pytest.mark.parametrize("shown_by", [0, 1, 2, 3])
-def test_the_state_of_a_window_is_that_of_its_accelerator(shown_by: int) -> None:
+def test_the_state_of_a_window_is_that_of_its_accelerator(shown_by):
     """It is asked and set while another Accelerator, of an evaluation say, is newer."""
     accelerator, model, optimizer, recorder = setup(steps=4)
     schedule = torch.optim.lr_scheduler.ConstantLR(recorder)
@@ -165,7 +163,7 @@ def test_the_state_of_a_window_is_that_of_its_accelerator(shown_by: int) -> None
     assert (state.num_steps, *steps, newer.gradient_state.num_steps) == (2, 2, 1, 1)
 
 
-def test_the_number_of_steps_may_change_on_the_way() -> None:
+def test_the_number_of_steps_may_change_on_the_way():
     accelerator, model, optimizer, recorder = setup(1)
     accelerator.gradient_accumulation_steps = 2
     loop(accelerator, model, optimizer, "last")
@@ -180,8 +178,8 @@ def test_the_number_of_steps_may_change_on_the_way() -> None:
     ("counts_on", "num_batches", "expected"), [(True, 4, "FFTFFTFF"), (False, 7, "FFTFFTTFFTFFTT")]
 )
 def test_the_end_of_a_loader_closes_a_short_window_unless_a_plugin_counts_on(
-    counts_on: bool, num_batches: int, expected: str
-) -> None:
+    counts_on, num_batches, expected
+):
     plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=not counts_on)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(num_batches), batch_size=1))
@@ -193,7 +191,7 @@ def test_the_end_of_a_loader_closes_a_short_window_unless_a_plugin_counts_on(
     assert synced == expected
 
 
-def test_a_loop_inside_that_was_left_hides_no_end_of_the_outer_one() -> None:
+def test_a_loop_inside_that_was_left_hides_no_end_of_the_outer_one():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     six = torch.utils.data.DataLoader(range(6), batch_size=1)
     outer, inner = accelerator.prepare(six, copy.copy(six))
@@ -205,9 +203,7 @@ def test_a_loop_inside_that_was_left_hides_no_end_of_the_outer_one() -> None:
     assert synced == "FFFTFT"
 
 
-def flags_of_groups(
-    steps: int, num_batches: int, *, fetched: int = 1, blocks: int = 1, skips: Sequence[int] = ()
-) -> list[str]:
+def flags_of_groups(steps, num_batches, *, fetched=1, blocks=1, skips=()):
     """``sync_gradients`` of two epochs, T and F: of loops that fetch batches in groups, and cut
     each into blocks or leave it out."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
@@ -224,7 +220,7 @@ def flags_of_groups(
     return flags
 
 
-LOOPS: dict[str, tuple[dict[str, Any], str]] = {
+LOOPS = {
     "a window is fetched ahead": ({"steps": 3, "num_batches": 6, "fetched": 3}, "FFTFFT"),
     "and the last one is short": ({"steps": 3, "num_batches": 5, "fetched": 3}, "FFTFT"),
     "or has one batch": ({"steps": 3, "num_batches": 4, "fetched": 3}, "FFTT"),
@@ -238,12 +234,12 @@ LOOPS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_steps_once_in_its_last_window(name: str) -> None:
+def test_a_loop_steps_once_in_its_last_window(name):
     loop, expected = LOOPS[name]
     assert flags_of_groups(**loop) == [expected] * 2
 
 
-def flags_of_cuts(samples: int, steps: int, cut: Callable[[torch.Tensor], Any]) -> list[str]:
+def flags_of_cuts(samples, steps, cut):
     """``sync_gradients`` of two epochs whose batches of 8 samples are cut by ``cut``."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(samples), batch_size=8))
@@ -262,14 +258,12 @@ def flags_of_cuts(samples: int, steps: int, cut: Callable[[torch.Tensor], Any]) 
     ("samples", "size", "expected"),
     [(21, 2, "FFFT FFFT FFT"), (17, 2, "FFFT FFFT T"), (21, 3, "FFFTFF FT"), (16, 2, "FFFT FFFT")],
 )
-def test_a_short_last_batch_closes_its_window(samples: int, size: int, expected: str) -> None:
+def test_a_short_last_batch_closes_its_window(samples, size, expected):
     flags = flags_of_cuts(samples, 4, lambda batch: batch.split(size))
     assert flags == [expected.replace(" ", "")] * 2
 
 
-def test_a_window_that_the_end_of_a_loader_leaves_open_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_window_that_the_end_of_a_loader_leaves_open_is_named(monkeypatch):
     be(told := Told(), monkeypatch)
     cuts = iter([4, 4, 2] * 2)
     flags = flags_of_cuts(24, 4, lambda batch: batch.tensor_split(next(cuts)))
@@ -285,7 +279,7 @@ BAD = float("nan")
 @pytest.mark.parametrize("found", ["after backward", "before backward"])
 @pytest.mark.parametrize("order", ["first", "last", "guarded"])
 @pytest.mark.parametrize("plain", [False, True], ids=["accelerator.backward", "loss.backward"])
-def test_a_bad_window_is_dropped_and_training_goes_on(found: str, order: str, plain: bool) -> None:
+def test_a_bad_window_is_dropped_and_training_goes_on(found, order, plain):
     accelerator, model, optimizer, recorder = setup()
     for gradient in [1.0, BAD, 100.0, 1000.0]:
         with accelerator.accumulate(model):
@@ -309,7 +303,7 @@ def test_a_bad_window_is_dropped_and_training_goes_on(found: str, order: str, pl
     assert recorder.used == [550.0]
 
 
-def test_a_window_is_dropped_for_the_optimizer_alone_that_says_so() -> None:
+def test_a_window_is_dropped_for_the_optimizer_alone_that_says_so():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     critic, maker = Scalar(), Scalar()
     judging, making = Recorder(critic.parameters()), Recorder(maker.parameters())
@@ -327,7 +321,7 @@ def test_a_window_is_dropped_for_the_optimizer_alone_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("of_model", [False, True], ids=["optimizer", "model"])
-def test_a_dropped_batch_of_fp16_is_unscaled_once_and_lowers_the_scale(of_model: bool) -> None:
+def test_a_dropped_batch_of_fp16_is_unscaled_once_and_lowers_the_scale(of_model):
     accelerator, model, optimizer, recorder = setup(1, mixed_precision="fp16")
     before = accelerator.scaler.get_scale()
     for gradient in [BAD, 2.0, 3.0]:
@@ -342,7 +336,7 @@ def test_a_dropped_batch_of_fp16_is_unscaled_once_and_lowers_the_scale(of_model:
     assert accelerator.scaler.get_scale() == before / 2
 
 
-def test_gradients_of_fp16_are_unscaled_once_a_window() -> None:
+def test_gradients_of_fp16_are_unscaled_once_a_window():
     accelerator, model, _, _ = setup(2, mixed_precision="fp16")
     with accelerator.accumulate(model):
         accelerator.backward(model(1.0))
@@ -354,13 +348,13 @@ def test_gradients_of_fp16_are_unscaled_once_a_window() -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_what_a_backward_takes_is_handed_on(precision: str) -> None:
+def test_what_a_backward_takes_is_handed_on(precision):
     accelerator = Accelerator(
         cpu=True,
         mixed_precision=precision,
         kwargs_handlers=[GradScalerKwargs(init_scale=4.0)] if precision == "fp16" else [],
     )
-    model: Any = accelerator.prepare(nn.Linear(2, 1))
+    model = accelerator.prepare(nn.Linear(2, 1))
     loss = model(torch.ones(1, 2)).sum()
     weight, bias = model.weight, model.bias
     accelerator.backward(loss, retain_graph=True, inputs=[weight])
@@ -374,9 +368,9 @@ def test_what_a_backward_takes_is_handed_on(precision: str) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_optimizer_that_wraps_another_is_prepared_whole() -> None:
+def test_an_optimizer_that_wraps_another_is_prepared_whole():
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
-    model: Any = Scalar()
+    model = Scalar()
     recorder = Recorder(model.parameters())
     outer = Lookahead(recorder)
     model, optimizer = accelerator.prepare(model, outer)
@@ -393,7 +387,7 @@ def test_an_optimizer_that_wraps_another_is_prepared_whole() -> None:
     assert recorder.used == [5.5, 550.0]
 
 
-def test_other_code_sees_an_optimizer() -> None:
+def test_other_code_sees_an_optimizer():
     _, model, optimizer, recorder = setup()
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert isinstance(optimizer, AcceleratedOptimizer)
@@ -416,7 +410,7 @@ def test_other_code_sees_an_optimizer() -> None:
         _ = optimizer.nothing
 
 
-def test_hooks_and_closures_reach_the_wrapped_optimizer() -> None:
+def test_hooks_and_closures_reach_the_wrapped_optimizer():
     accelerator, model, optimizer, recorder = setup(1)
     seen = []
     optimizer.register_step_pre_hook(lambda stepped, *_: seen.append(stepped))
@@ -425,7 +419,7 @@ def test_hooks_and_closures_reach_the_wrapped_optimizer() -> None:
     assert recorder.used == [3.0]
 
 
-def test_real_steps_are_counted_for_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_steps_are_counted_for_the_view(monkeypatch):
     told = Told()
     be(told, monkeypatch)
     accelerator, model, optimizer, _ = setup()
@@ -433,7 +427,7 @@ def test_real_steps_are_counted_for_the_view(monkeypatch: pytest.MonkeyPatch) ->
     assert told.steps == 2
 
 
-def step_unprepared(*, precision: str = "no", steps: int = 1, guarded: bool = False) -> None:
+def step_unprepared(*, precision="no", steps=1, guarded=False):
     accelerator = Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps
     )
@@ -455,23 +449,21 @@ def step_unprepared(*, precision: str = "no", steps: int = 1, guarded: bool = Fa
         ({"steps": 2}, "SGD was stepped without .*not complete"),
     ],
 )
-def test_an_optimizer_that_was_not_prepared_is_named_once(
-    settings: dict[str, Any], reason: str
-) -> None:
+def test_an_optimizer_that_was_not_prepared_is_named_once(settings, reason):
     with pytest.warns(UserWarning, match=reason) as caught:
         step_unprepared(**settings)
     assert len(caught) == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"steps": 2, "guarded": True}])
-def test_an_optimizer_that_needs_no_preparing_is_not_named(settings: dict[str, Any]) -> None:
+def test_an_optimizer_that_needs_no_preparing_is_not_named(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step_unprepared(**settings)
 
 
-def test_nobody_watches_optimizers_once_the_accelerator_is_gone() -> None:
-    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks  # type: ignore[attr-defined]
+def test_nobody_watches_optimizers_once_the_accelerator_is_gone():
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     gc.collect()
     before = dict(hooks)
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
@@ -480,7 +472,7 @@ def test_nobody_watches_optimizers_once_the_accelerator_is_gone() -> None:
     assert dict(hooks) == before
 
 
-def test_an_optimizer_with_two_modes_gets_them() -> None:
+def test_an_optimizer_with_two_modes_gets_them():
     accelerator, _, optimizer, _ = setup()
     optimizer.train()  # most have none
     optimizer.eval()
@@ -488,10 +480,10 @@ def test_an_optimizer_with_two_modes_gets_them() -> None:
     class ScheduleFree(Recorder):
         mode = ""
 
-        def train(self) -> None:
+        def train(self):
             self.mode = "train"
 
-        def eval(self) -> None:
+        def eval(self):
             self.mode = "eval"
 
     free = ScheduleFree([nn.Parameter(torch.zeros(()))])

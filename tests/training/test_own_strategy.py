@@ -1,7 +1,6 @@
 """A strategy that a user wrote (``own_strategy``) trains, accumulates, saves and resumes as DDP."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from tests.training import own_strategy
 from tests.training.harness import run_ranks
 
 
-def train(folder: Path, plugins: dict[str, Any], saves_at: int = 0) -> list[float]:
+def train(folder, plugins, saves_at=0):
     set_seed(3 + 10 * int(not saves_at), device_specific=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **plugins)
-    model: Any = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
-    dataset: Any = torch.arange(64.0).view(32, 2) / 64
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+    dataset = torch.arange(64.0).view(32, 2) / 64
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters()), DataLoader(dataset, 2, shuffle=True)
     )
@@ -37,9 +36,9 @@ def train(folder: Path, plugins: dict[str, Any], saves_at: int = 0) -> list[floa
     return losses
 
 
-def train_all(folder: str) -> list[list[float]]:
+def train_all(folder):
     own_strategy.register()
-    own: dict[str, Any] = {"plain_plugin": own_strategy.PlainPlugin()}
+    own = {"plain_plugin": own_strategy.PlainPlugin()}
     here = Path(folder)
     return [
         train(here / "own", own, saves_at=4),
@@ -48,7 +47,7 @@ def train_all(folder: str) -> list[list[float]]:
     ]
 
 
-def test_a_users_own_strategy_trains_saves_and_resumes(tmp_path: Path) -> None:
+def test_a_users_own_strategy_trains_saves_and_resumes(tmp_path):
     for whole, resumed, by_ddp in run_ranks(train_all, 2, str(tmp_path)):
         assert resumed == whole[4:]
         assert whole == pytest.approx(by_ddp, rel=1e-5)

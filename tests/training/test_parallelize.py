@@ -4,8 +4,6 @@ Tolerances are those of ``meshes``, and in bf16 those of ``test_matrix``.
 """
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,19 +35,19 @@ ROUNDING = 2.0**-8  # of bf16
 class Immovable(Tiny):
     """A model for which no device has room."""
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def to(self, *args, **kwargs):
         raise MemoryError("the whole model was put on a device")
 
 
-def names_in_parts(model: nn.Module) -> set[str]:
+def names_in_parts(model):
     return {name for name, weight in model.named_parameters() if has_parts([weight])}
 
 
-def fill_empty_blocks() -> list[tuple[str, set[str]]]:
+def fill_empty_blocks():
     """As each module of an empty model is filled, which weights are in parts."""
-    seen: list[tuple[str, set[str]]] = []
+    seen = []
 
-    def fill(module: nn.Module) -> None:
+    def fill(module):
         name = next(name for name, part in model.named_modules() if part is module)
         seen.append((name, names_in_parts(model)))
         for values in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -62,12 +60,12 @@ def fill_empty_blocks() -> list[tuple[str, set[str]]]:
     return seen
 
 
-def spread_what_no_device_holds() -> tuple[list[tuple[str, set[str]]], int, int]:
+def spread_what_no_device_holds():
     model = Accelerator(cpu=True, fsdp_plugin=blocks()).prepare(Immovable())
     return fill_empty_blocks(), len(names_in_parts(model)), len(dict(model.named_parameters()))
 
 
-def test_a_device_has_to_hold_its_shards_and_one_whole_block() -> None:
+def test_a_device_has_to_hold_its_shards_and_one_whole_block():
     of_block = dict(Tiny().blocks[0].named_parameters())
     first, second = ({f"blocks.{block}.{name}" for name in of_block} for block in (0, 1))
     for seen, in_parts, weights in run_ranks(spread_what_no_device_holds, 2):
@@ -78,14 +76,14 @@ def test_a_device_has_to_hold_its_shards_and_one_whole_block() -> None:
             assert parts == known.get(name[: len("blocks.0")], first | second), name
 
 
-def train_rough(kind: str) -> dict[str, Any]:
+def train_rough(kind):
     """Three steps, each too small for a weight of 16 bits, of a model that was read in 16 bits."""
     precision = "no" if kind == "no precision" else "bf16"
     plan = {"fsdp_plugin": blocks()}
     accelerator = (
         accelerator_for("fsdp x tensor", mixed_precision=precision)
         if kind == "divided"
-        else Accelerator(cpu=True, mixed_precision=precision, **plan)  # type: ignore[arg-type]
+        else Accelerator(cpu=True, mixed_precision=precision, **plan)
     )
     model, optimizer = rough(kind)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -103,7 +101,7 @@ def train_rough(kind: str) -> dict[str, Any]:
     }
 
 
-def rough(kind: str) -> tuple[Any, Any]:
+def rough(kind):
     torch.manual_seed(3)
     model = Tiny().bfloat16()
     model.blocks[1].up.requires_grad_(kind != "frozen")
@@ -111,17 +109,17 @@ def rough(kind: str) -> tuple[Any, Any]:
     return model, torch.optim.SGD(weights, lr=1e-3)
 
 
-def share(accelerator: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
+def share(accelerator):
     """This rank's samples, of two shares."""
     own = accelerator._strategy.data_group.index
     inputs, targets = data(4).tensors
     return inputs[2 * own : 2 * own + 2], targets[2 * own : 2 * own + 2]
 
 
-def rough_twin() -> tuple[float, dict[str, Any]]:
+def rough_twin():
     """One process that steps in float32, and rounds to bf16 what it computes with."""
 
-    def make_whole() -> tuple[Any, Any]:
+    def make_whole():
         model = rough("whole")[0].float()
         return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -129,12 +127,12 @@ def rough_twin() -> tuple[float, dict[str, Any]]:
     return found["losses"][-1], found["weights"]
 
 
-def train_all_rough(kinds: list[str]) -> dict[str, dict[str, Any]]:
+def train_all_rough(kinds):
     return {kind: train_rough(kind) for kind in kinds}
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "whole"), (4, "divided")])
-def test_weights_that_were_read_in_16_bits_are_stepped_in_32(ranks: int, kind: str) -> None:
+def test_weights_that_were_read_in_16_bits_are_stepped_in_32(ranks, kind):
     loss, weights = rough_twin()
     start = {name: value.float() for name, value in rough("whole")[0].state_dict().items()}
     for result in run_ranks(train_all_rough, ranks, [kind]):
@@ -148,14 +146,14 @@ def test_weights_that_were_read_in_16_bits_are_stepped_in_32(ranks: int, kind: s
             assert (mine - torch.tensor(value)).abs().max() <= 0.1 * moved, name
 
 
-def test_what_does_not_train_and_plain_training_keep_their_16_bits() -> None:
+def test_what_does_not_train_and_plain_training_keep_their_16_bits():
     for result in run_ranks(train_all_rough, 2, ["frozen", "no precision"]):
         assert result["frozen"]["frozen"] == "torch.bfloat16"
         assert result["frozen"]["types"] == {"torch.bfloat16", "torch.float32"}
         assert result["no precision"]["types"] == {"torch.bfloat16"}
 
 
-def divide(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
+def divide(accelerator, model):
     """Divide the layers before ``prepare``, as a user does it."""
     assert accelerator.torch_device_mesh is not None
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -163,20 +161,20 @@ def divide(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def dimensions(model: Any) -> dict[str, Any]:
-    weight: Any = model.blocks[0].up.weight
+def dimensions(model):
+    weight = model.blocks[0].up.weight
     return {"along": weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else ()}
 
 
-CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.05, "whole": True}
+CASE = {"accumulate": 2, "clip": 0.05, "whole": True}
 DIVIDED = {**CASE, "divide": divide, "look": dimensions}
 
 
-def divide_and_train_all(meshes: list[str]) -> dict[str, dict[str, Any]]:
+def divide_and_train_all(meshes):
     return {mesh: train(mesh, DIVIDED) for mesh in meshes}
 
 
-def test_layers_that_were_divided_before_are_sharded_too() -> None:
+def test_layers_that_were_divided_before_are_sharded_too():
     expected = twin(2, CASE)
     along = {"fsdp x tensor": {"dp_shard", "tp"}, "replicas x tensor": {"dp_replicate", "tp"}}
     for result in run_ranks(divide_and_train_all, 4, list(along)):
@@ -185,7 +183,7 @@ def test_layers_that_were_divided_before_are_sharded_too() -> None:
             check_run(ours, expected, CASE)
 
 
-def read_on_rank_0(folder: str) -> dict[str, Any]:
+def read_on_rank_0(folder):
     """What Transformers is told, and what every rank has of what rank 0 has read."""
     from transformers import BertModel
     from transformers.integrations import is_fsdp_enabled
@@ -193,7 +191,7 @@ def read_on_rank_0(folder: str) -> dict[str, Any]:
     before = {name: text for name, text in os.environ.items() if "FSDP" in name}
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(cpu_ram_efficient_loading=True))
     is_told = is_fsdp_enabled()
-    model: Any = BertModel.from_pretrained(folder)
+    model = BertModel.from_pretrained(folder)
     if not accelerator.is_main_process:  # what this rank need not have read
         model = model.to("meta")
     model = accelerator.prepare(model)
@@ -208,9 +206,9 @@ def read_on_rank_0(folder: str) -> dict[str, Any]:
     }
 
 
-def test_transformers_is_told_that_rank_0_reads_for_all(tmp_path: Path) -> None:
+def test_transformers_is_told_that_rank_0_reads_for_all(tmp_path):
     pytest.importorskip("transformers")
-    model: Any = bert().bert
+    model = bert().bert
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = model(input_ids=torch.arange(8).view(2, 4)).last_hidden_state
@@ -223,7 +221,7 @@ def test_transformers_is_told_that_rank_0_reads_for_all(tmp_path: Path) -> None:
         assert ours["restored"]
 
 
-def train_adapters(folder: str, again: bool) -> dict[str, Any]:
+def train_adapters(folder, again):
     """LoRA in a frozen decoder, sharded as PEFT's examples say, or on one rank whole.
 
     Args:
@@ -235,11 +233,11 @@ def train_adapters(folder: str, again: bool) -> dict[str, Any]:
 
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     torch.manual_seed(5)
-    model: Any = get_peft_model(gpt2(), config)  # type: ignore[arg-type]
+    model = get_peft_model(gpt2(), config)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(activation_checkpointing=again))
-    accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)  # type: ignore[union-attr]
+    accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer: Any = torch.optim.SGD(trained, lr=1.0)
+    optimizer = torch.optim.SGD(trained, lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.randint(1, 20, (4, 5), generator=torch.Generator().manual_seed(1))
     size = 4 // accelerator.num_processes
@@ -262,7 +260,7 @@ def train_adapters(folder: str, again: bool) -> dict[str, Any]:
     return {"losses": losses, "parts": names_in_parts(model) == set(dict(model.named_parameters()))}
 
 
-def test_adapters_in_a_frozen_model_train_in_parts(tmp_path: Path) -> None:
+def test_adapters_in_a_frozen_model_train_in_parts(tmp_path):
     pytest.importorskip("peft")
     from safetensors.torch import load_file
 
@@ -282,19 +280,19 @@ def test_adapters_in_a_frozen_model_train_in_parts(tmp_path: Path) -> None:
             torch.testing.assert_close(two[name], value, atol=1e-5, rtol=0)
 
 
-def train_read_in_parts(folder: str, tp_size: int) -> dict[str, Any]:
+def train_read_in_parts(folder, tp_size):
     """A decoder whose layers Transformers has divided as it read them, or a whole one."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=tp_size))
     asked = {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
-    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, **asked)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, **asked)
     divided = has_parts(model.parameters())
     return {**train_decoder(accelerator, model), "divided": divided}
 
 
-def test_a_model_that_transformers_divides_as_it_reads_it_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_model_that_transformers_divides_as_it_reads_it_is_taken_as_it_is(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}

@@ -6,8 +6,6 @@ Tolerances are those of ``meshes``: micro-batches add up the same products in an
 import copy
 from collections import OrderedDict
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,22 +38,22 @@ from tests.training.meshes import (
 from tests.training.scripts.parts import gpt2
 
 
-def chain() -> nn.Sequential:
+def chain():
     return nn.Sequential(
         nn.Embedding(WORDS, WIDTH), Block(), nn.ReLU(inplace=True), Block(), nn.Linear(WIDTH, WORDS)
     )
 
 
-def make(model: Any, optimizer: str = "adamw") -> tuple[Any, Any]:
+def make(model, optimizer="adamw"):
     weights = list(model.parameters())
     # Groups across stages, in another order than the model's.
-    groups: list[Any] = [{"params": weights[:3:-1], "lr": 2e-2}, {"params": weights[:4]}]
+    groups = [{"params": weights[:3:-1], "lr": 2e-2}, {"params": weights[:4]}]
     if optimizer == "sgd":
         return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
-def evaluate(model: Any) -> dict[str, Any]:
+def evaluate(model):
     """What a trained model gives, and how much of it is here."""
     outputs = model.eval()(data(5).tensors[0]).tolist()
     return {"outputs": outputs, "parameters": sum(each.numel() for each in model.parameters())}
@@ -63,7 +61,7 @@ def evaluate(model: Any) -> dict[str, Any]:
 
 DECODER = {"make": lambda: make(Deep()), "whole": True, "batch": 4, "look": evaluate}
 SEQUENTIAL = {**DECODER, "make": lambda: make(chain())}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "decoder": DECODER,
     "sequential, uneven end": {**SEQUENTIAL, "make": lambda: make(chain(), "sgd"), "samples": 13},
     "accumulation, clipping a window": {**DECODER, "accumulate": 2, "clip": 0.05},
@@ -79,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
 TRAINED = [name for name in PIPELINES if name not in ("1F1B", BY_RANK)]
 
 
-def train_all(pipelines: list[str]) -> dict[str, dict[str, Any]]:
+def train_all(pipelines):
     return {
         pipeline: {name: train(pipeline, case) for name, case in CASES.items()}
         for pipeline in pipelines
@@ -87,20 +85,20 @@ def train_all(pipelines: list[str]) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
+def trained(ranks):
     """What each rank saw, of all pipelines of so many."""
     pipelines = [name for name in TRAINED if PIPELINES[name][0] == ranks]
     return run_ranks(train_all, ranks, pipelines, timeout=180)
 
 
-def test_blocks_and_their_states_are_in_parts() -> None:
+def test_blocks_and_their_states_are_in_parts():
     results = run_ranks(parts_of_a_stage, 4)
     assert [names for names, _ in results] == [["dp_shard"]] * 4
     whole = [[f"{block}.down.bias", f"{block}.down.weight"] for block in (1, 3)]
     assert [names for _, names in results] == [whole[0], whole[0], whole[1], whole[1]]
 
 
-def parts_of_a_stage() -> tuple[list[str], list[str]]:
+def parts_of_a_stage():
     """Over which dimensions a stage's blocks are divided; and what of them is not, since the user
     named it as the whole model does."""
     ignoring = plugin(ignored_modules=r"blocks\.[13]\.down")
@@ -121,7 +119,7 @@ def parts_of_a_stage() -> tuple[list[str], list[str]]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("pipeline", with_long_ones({p: PIPELINES[p][0] for p in TRAINED}))
 @pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_equals_one_process(name: str, pipeline: str) -> None:
+def test_a_pipeline_equals_one_process(name, pipeline):
     ranks, shares, _ = PIPELINES[pipeline]
     expected = twin(shares, CASES[name])
     for result in trained(ranks):
@@ -132,11 +130,11 @@ def test_a_pipeline_equals_one_process(name: str, pipeline: str) -> None:
         assert ours["parameters"] < expected["parameters"], "each rank has a part of the model"
 
 
-def save_by_hand(folder: str) -> bool:
+def save_by_hand(folder):
     accelerator = accelerator_for(THREE)
     torch.manual_seed(3)
     plain = Deep().state_dict()
-    model: Any = accelerator.prepare(Deep())
+    model = accelerator.prepare(Deep())
     model.load_state_dict(plain)
     inner = accelerator.unwrap_model(model)
     accelerator.save({"model": inner.state_dict(), "epoch": 1}, f"{folder}/weights.pt")
@@ -146,7 +144,7 @@ def save_by_hand(folder: str) -> bool:
     return all(torch.equal(loaded[name], value) for name, value in plain.items())
 
 
-def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path):
     from safetensors.torch import load_model
 
     assert run_ranks(save_by_hand, 2, str(tmp_path)) == [True, True]
@@ -156,11 +154,11 @@ def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
     assert torch.equal(model.blocks[3].up.weight, Deep().blocks[3].up.weight)
 
 
-def save_an_earlier_state(folder: str) -> bool:
+def save_an_earlier_state(folder):
     accelerator = accelerator_for(THREE)
     torch.manual_seed(3)
     plain = {name: value.half() for name, value in Deep().state_dict().items()}
-    model: Any = accelerator.prepare(Deep())
+    model = accelerator.prepare(Deep())
     model.load_state_dict(plain)
     best = copy.deepcopy(accelerator.unwrap_model(model).state_dict())
     for name in best:
@@ -175,21 +173,20 @@ def save_an_earlier_state(folder: str) -> bool:
     return all(torch.equal(loaded[name], value) for name, value in plain.items())
 
 
-def test_a_state_dict_is_saved_as_it_is(tmp_path: Path) -> None:
+def test_a_state_dict_is_saved_as_it_is(tmp_path):
     assert run_ranks(save_an_earlier_state, 2, str(tmp_path)) == [True, True]
 
 
-def save_a_state_of_all_stages(folder: str) -> bool:
+def save_a_state_of_all_stages(folder):
     accelerator = accelerator_for(THREE)
     model, optimizer = accelerator.prepare(*make(Deep()))
     inputs, targets = data(4).tensors
 
-    def train_and_save(name: str) -> dict[str, Any]:
+    def train_and_save(name):
         accelerator.forward_backward(model, inputs, targets, loss_of)
         optimizer.step()
         accelerator.save_state(f"{folder}/{name}")
-        whole: dict[str, Any] = torch.load(f"{folder}/{name}/optimizer.bin")
-        return whole
+        return torch.load(f"{folder}/{name}/optimizer.bin")
 
     optimizer.load_state_dict(train_and_save("first"))
     steps = {int(one["step"]) for one in train_and_save("second")["state"].values()}
@@ -198,11 +195,11 @@ def save_a_state_of_all_stages(folder: str) -> bool:
     return steps == {2} and at_stop is not None and at_stop["state"].keys() == own
 
 
-def test_a_state_of_all_stages_that_is_loaded_by_hand_does_not_last(tmp_path: Path) -> None:
+def test_a_state_of_all_stages_that_is_loaded_by_hand_does_not_last(tmp_path):
     assert run_ranks(save_a_state_of_all_stages, 2, str(tmp_path)) == [True, True]
 
 
-def steps_of_a_stage() -> tuple[Any, bool]:
+def steps_of_a_stage():
     """How the optimizer of sharded blocks steps, and whether it has weights of all stages."""
     accelerator = Accelerator(
         cpu=True, parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2)
@@ -214,14 +211,14 @@ def steps_of_a_stage() -> tuple[Any, bool]:
 
 
 @pytest.mark.long
-def test_weights_of_other_stages_do_not_change_how_a_stage_steps() -> None:
+def test_weights_of_other_stages_do_not_change_how_a_stage_steps():
     assert run_ranks(steps_of_a_stage, 4) == [(None, True)] * 4
 
 
-def overflow(bad_rank: int) -> tuple[bool, float]:
+def overflow(bad_rank):
     accelerator = accelerator_for(THREE, mixed_precision="fp16")
     torch.manual_seed(3)
-    model: Any = Deep()
+    model = Deep()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     inputs, targets = data(4).tensors
     loss = accelerator.forward_backward(model, inputs, targets, loss_of)
@@ -231,10 +228,10 @@ def overflow(bad_rank: int) -> tuple[bool, float]:
     return optimizer.step_was_skipped, float(loss)
 
 
-def overflow_of_the_last_stage(frozen: bool) -> tuple[list[bool], float]:
+def overflow_of_the_last_stage(frozen):
     """Each optimizer has weights, or gradients, in one of the two stages alone."""
     accelerator = accelerator_for(THREE, mixed_precision="fp16")
-    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(not frozen)
     halves = [model] if frozen else model
     optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
@@ -251,14 +248,14 @@ def overflow_of_the_last_stage(frozen: bool) -> tuple[list[bool], float]:
     return skipped, accelerator.scaler.get_scale()
 
 
-def overflows() -> list[Any]:
+def overflows():
     return [
         *[overflow(bad_rank) for bad_rank in (1, -1)],
         *[overflow_of_the_last_stage(frozen) for frozen in (True, False)],
     ]
 
 
-def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
+def test_an_overflow_in_one_stage_skips_the_step_of_all():
     here, there = run_ranks(overflows, 2)
     assert here == there
     (skipped, _), (taken, loss), of_frozen_half, of_halves = here
@@ -274,18 +271,18 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
 class NormBehind(nn.Module):
     """A running average that only the last stage gets to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         self.norm = nn.BatchNorm1d(2)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         for block in self.blocks:
             hidden = block(hidden)
         return self.norm(hidden)
 
 
-def averages() -> list[int]:
+def averages():
     """How many batches a running average saw of one batch of three micro-batches, by where it is:
     in the first stage, in the last, behind the blocks."""
     first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
@@ -293,7 +290,7 @@ def averages() -> list[int]:
     found = []
     for given in (first, last, NormBehind()):
         accelerator = accelerator_for(THREE)
-        model: Any = accelerator.prepare(given)
+        model = accelerator.prepare(given)
         mse = nn.functional.mse_loss
         accelerator.forward_backward(model, torch.randn(12, 2), torch.randn(12, 2), mse)
         state = accelerator.get_state_dict(model)
@@ -304,11 +301,11 @@ def averages() -> list[int]:
 class Masked(nn.Linear):
     """Rules out its last class."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return super().forward(inputs).masked_fill(torch.tensor([False, False, True]), -torch.inf)
 
 
-def masked() -> tuple[bool, bool]:
+def masked():
     """Whether loss and gradients are finite; the last of three micro-batches has no sample."""
     accelerator = accelerator_for(THREE)
     model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), Masked(2, 3)))
@@ -320,21 +317,21 @@ def masked() -> tuple[bool, bool]:
     return bool(loss.isfinite()), bool(torch.stack(gradients).all())
 
 
-def micro_batches() -> tuple[list[int], tuple[bool, bool]]:
+def micro_batches():
     return averages(), masked()
 
 
-def test_each_micro_batch_counts_once_and_an_empty_one_not_at_all() -> None:
+def test_each_micro_batch_counts_once_and_an_empty_one_not_at_all():
     # Running averages know nothing of the run that tells torch the shapes.
     assert run_ranks(micro_batches, 2) == [([3, 3, 3], (True, True))] * 2
 
 
-def train_transformers(kind: str, pipeline: str | None) -> dict[str, Any]:
+def train_transformers(kind, pipeline):
     import transformers
 
     torch.manual_seed(5)
     small = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
-    model: Any = gpt2(4, 32)
+    model = gpt2(4, 32)
     if kind == "Llama":
         config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=4, **small)
         model = transformers.LlamaForCausalLM(config)
@@ -344,12 +341,12 @@ def train_transformers(kind: str, pipeline: str | None) -> dict[str, Any]:
 KINDS, CUTS = ("Llama", "GPT2"), ("1F1B", "Interleaved1F1B")
 
 
-def train_all_transformers(pipelines: tuple[str | None, ...]) -> dict[tuple[str, Any], Any]:
+def train_all_transformers(pipelines):
     return {(kind, cut): train_transformers(kind, cut) for kind in KINDS for cut in pipelines}
 
 
 @pytest.fixture(scope="module")
-def transformers_trained() -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
+def transformers_trained():
     """What one process gives, and each of two ranks."""
     pytest.importorskip("transformers")
     models = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
@@ -359,9 +356,7 @@ def transformers_trained() -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pipeline", CUTS)
-def test_a_transformers_decoder_is_cut(
-    kind: str, pipeline: str, transformers_trained: tuple[dict[Any, Any], list[dict[Any, Any]]]
-) -> None:
+def test_a_transformers_decoder_is_cut(kind, pipeline, transformers_trained):
     alone, ranks = transformers_trained
     expected = alone[kind, None]
     for result in (rank[kind, pipeline] for rank in ranks):
@@ -370,13 +365,13 @@ def test_a_transformers_decoder_is_cut(
         check_weights({"": result["logits"]}, {"": expected["logits"]}, 1e-5)
 
 
-def plain_loops() -> list[str]:
+def plain_loops():
     return [plain_loop(part) for part in ("call", "backward")]
 
 
-def plain_loop(part: str) -> str:
+def plain_loop(part):
     accelerator = accelerator_for(THREE)
-    model: Any = accelerator.prepare(Deep())
+    model = accelerator.prepare(Deep())
     inputs, targets = data(4).tensors
     if part == "call":
         return refusal_of(lambda: model(inputs))
@@ -384,20 +379,20 @@ def plain_loop(part: str) -> str:
     return refusal_of(lambda: accelerator.backward(loss))
 
 
-def test_a_plain_loop_is_told_what_to_call() -> None:
+def test_a_plain_loop_is_told_what_to_call():
     for both in run_ranks(plain_loops, 2):
         for said in both:
             assert "call accelerator.forward_backward(model, inputs, targets, loss_fun" in said
 
 
-def refusal_of_an_old_torch() -> str:
+def refusal_of_an_old_torch():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("importlib.metadata.version", lambda _: "2.10.0+cpu")
         too_old_torch.cache_clear()
         return refusal_of(lambda: accelerator_for("1F1B"))
 
 
-def test_an_old_torch_is_told() -> None:
+def test_an_old_torch_is_told():
     said = (
         "pipelines: torch 2.10.0+cpu is installed, and torch 2.11 or newer is needed: "
         "pip install 'torch>=2.11', then restart the kernel"
@@ -406,18 +401,18 @@ def test_an_old_torch_is_told() -> None:
 
 
 class Skips(Deep):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         hidden = self.embed(tokens)
         return self.head(self.blocks[3](self.blocks[0](hidden)))
 
 
-def refusals() -> list[str]:
+def refusals():
     return [refusal(name) for name in REFUSED]
 
 
-def refusal(name: str) -> str:
+def refusal(name):
     shared, activation = nn.Linear(2, 2), nn.ReLU()
-    models: dict[str, Any] = {
+    models = {
         "one layer": nn.Linear(4, 3),
         "too few": nn.Sequential(nn.Linear(4, 3)),
         "shared": nn.Sequential(OrderedDict(first=shared, middle=nn.ReLU(), last=shared)),
@@ -439,24 +434,24 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_what_cannot_be_cut_is_refused():
     skip_unless_it_runs("pipeline")
     for of_rank in run_ranks(refusals, 2):
         for message, said in zip(REFUSED.values(), of_rank, strict=True):
             assert message in said
 
 
-def test_a_model_that_leaves_blocks_out_is_refused() -> None:
+def test_a_model_that_leaves_blocks_out_is_refused():
     with pytest.raises(AssertionError, match=r"blocks \[0, 1\] of blocks, and .* ran \[0\]"):
         run_ranks(refusal_of_first, 2)
 
 
-def refusal_of_first() -> None:
+def refusal_of_first():
     said = refusal("skips")
     raise AssertionError(said)
 
 
-def test_stages_are_balanced() -> None:
+def test_stages_are_balanced():
     assert balance([1, 1, 1, 1], 2) == [2, 4]
     assert balance([1, 1, 1, 1, 1], 2) == [3, 5]
     assert balance([9, 1, 1, 1], 2) == [1, 4]

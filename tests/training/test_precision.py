@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,18 +19,18 @@ class Outputs(NamedTuple):
 class Net(nn.Module):
     """Shows the type in which it computed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 2)
-        self.computed_in: torch.dtype | None = None
+        self.computed_in = None
 
-    def forward(self, inputs: torch.Tensor, *, nested: bool = False) -> Any:
+    def forward(self, inputs, *, nested=False):
         logits = self.layer(inputs)
         self.computed_in = logits.dtype
         outputs = Outputs(logits, torch.arange(3))
         return {"a": [outputs]} if nested else logits
 
-    def helper(self) -> str:
+    def helper(self):
         return "still here"
 
 
@@ -48,13 +48,7 @@ INPUTS = torch.ones(3, 4)
         ("bf16", None, "fp16", "bf16"),
     ],
 )
-def test_the_first_setting_wins(
-    argument: str | None,
-    ours: str | None,
-    theirs: str | None,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_setting_wins(argument, ours, theirs, expected, monkeypatch):
     settings = {"NOTEBOOK_ACCEL_MIXED_PRECISION": ours, "ACCELERATE_MIXED_PRECISION": theirs}
     for name, value in settings.items():
         monkeypatch.setenv(name, value or "")
@@ -63,7 +57,7 @@ def test_the_first_setting_wins(
     assert (accelerator.scaler is not None) == (expected == "fp16")
 
 
-def test_an_unknown_precision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_precision_is_refused_by_name(monkeypatch):
     expected = "mixed_precision='fp7': expected one of 'no', 'bf16', 'fp16', 'fp8'"
     with pytest.raises(ConfigError, match=expected):
         Accelerator(cpu=True, mixed_precision="fp7")
@@ -76,7 +70,7 @@ def test_an_unknown_precision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_prepared_model_computes_in_half_and_gives_float32(name: str, dtype: torch.dtype) -> None:
+def test_a_prepared_model_computes_in_half_and_gives_float32(name, dtype):
     accelerator = Accelerator(cpu=True, mixed_precision=name)
     net = Net()
     plain = net.forward
@@ -100,13 +94,13 @@ def test_a_prepared_model_computes_in_half_and_gives_float32(name: str, dtype: t
     assert net.forward == plain
 
 
-def test_full_precision_leaves_the_model_alone() -> None:
+def test_full_precision_leaves_the_model_alone():
     net = Net()
     assert Accelerator(cpu=True).prepare(net) is net
     assert "forward" not in vars(net)
 
 
-def test_a_second_accelerator_s_precision_replaces_the_first_s() -> None:
+def test_a_second_accelerator_s_precision_replaces_the_first_s():
     net = Net()
     Accelerator(cpu=True, mixed_precision="bf16").prepare(net)
     Accelerator(cpu=True, mixed_precision="fp16").prepare(net)(INPUTS)
@@ -115,9 +109,9 @@ def test_a_second_accelerator_s_precision_replaces_the_first_s() -> None:
     assert "forward" not in vars(net)
 
 
-def test_a_forward_that_the_user_had_set_comes_back() -> None:
+def test_a_forward_that_the_user_had_set_comes_back():
     net = Net()
-    net.forward = lambda inputs: inputs @ net.layer.weight.T  # type: ignore[method-assign]
+    net.forward = lambda inputs: inputs @ net.layer.weight.T
     own = net.forward
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     assert accelerator.prepare(net)(INPUTS).dtype == torch.float32
@@ -125,7 +119,7 @@ def test_a_forward_that_the_user_had_set_comes_back() -> None:
     assert net.forward is own
 
 
-def test_copies_and_pickles_of_a_prepared_model_stand_on_their_own() -> None:
+def test_copies_and_pickles_of_a_prepared_model_stand_on_their_own():
     net = Accelerator(cpu=True, mixed_precision="bf16").prepare(Net())
     average = copy.deepcopy(net)
     with torch.no_grad():
@@ -140,7 +134,7 @@ def test_copies_and_pickles_of_a_prepared_model_stand_on_their_own() -> None:
     assert torch.equal(sent.layer.weight, net.layer.weight)
 
 
-def test_a_compiled_model_keeps_its_weights_names() -> None:
+def test_a_compiled_model_keeps_its_weights_names():
     net = Net()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     compiled = torch.compile(net, backend="eager")
@@ -151,14 +145,14 @@ def test_a_compiled_model_keeps_its_weights_names() -> None:
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
 
 
-def test_autocast_options_hold() -> None:
+def test_autocast_options_hold():
     options = [AutocastKwargs(enabled=False)]
     net = Net()
     Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=options).prepare(net)(INPUTS)
     assert net.computed_in == torch.float32
 
 
-def two_optimizers(scale: float) -> tuple[Accelerator, nn.Module, Any, Any]:
+def two_optimizers(scale):
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="fp16",
@@ -169,7 +163,7 @@ def two_optimizers(scale: float) -> tuple[Accelerator, nn.Module, Any, Any]:
     return (accelerator, *accelerator.prepare(net, first, second))
 
 
-def test_two_optimizers_of_one_backward_divide_by_the_same_scale() -> None:
+def test_two_optimizers_of_one_backward_divide_by_the_same_scale():
     torch.manual_seed(0)
     accelerator, net, first, second = two_optimizers(16.0)
     twin = copy.deepcopy(net)
@@ -186,7 +180,7 @@ def test_two_optimizers_of_one_backward_divide_by_the_same_scale() -> None:
         torch.testing.assert_close(ours, theirs, rtol=2**-9, atol=1e-3)
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+def test_an_overflow_skips_the_step_and_halves_the_scale():
     accelerator, net, first, second = two_optimizers(2.0**40)
     before = copy.deepcopy(net.state_dict())
     accelerator.backward(net(INPUTS).sum())
@@ -199,7 +193,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
 
-def test_clipping_unscales_once_and_only_the_optimizers_of_these_weights() -> None:
+def test_clipping_unscales_once_and_only_the_optimizers_of_these_weights():
     accelerator, net, first, second = two_optimizers(256.0)
     accelerator.backward(net(INPUTS).sum())
     scaled = net[1].weight.grad.clone()
@@ -214,7 +208,7 @@ def test_clipping_unscales_once_and_only_the_optimizers_of_these_weights() -> No
     assert not accelerator.optimizer_step_was_skipped
 
 
-def test_values_are_clipped_at_the_end_of_a_window_and_without_the_scale() -> None:
+def test_values_are_clipped_at_the_end_of_a_window_and_without_the_scale():
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
     net = nn.Linear(4, 1, bias=False)
     before = copy.deepcopy(net.weight)
@@ -228,7 +222,7 @@ def test_values_are_clipped_at_the_end_of_a_window_and_without_the_scale() -> No
     torch.testing.assert_close(before - net.weight, torch.full((1, 4), 0.75))
 
 
-def test_an_optimizer_without_gradients_steps_as_without_scaling() -> None:
+def test_an_optimizer_without_gradients_steps_as_without_scaling():
     accelerator, net, first, second = two_optimizers(16.0)
     accelerator.backward(net[1](net[0](INPUTS).detach()).sum())
     accelerator.clip_grad_norm_(net.parameters(), 1.0)
@@ -237,7 +231,7 @@ def test_an_optimizer_without_gradients_steps_as_without_scaling() -> None:
     assert not first.step_was_skipped
 
 
-def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
+def test_a_scaler_that_is_switched_off_scales_nothing():
     options = [GradScalerKwargs(enabled=False)]
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=options)
     assert accelerator.scaler is None
@@ -245,7 +239,7 @@ def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_a_gpu_trains_in_half_precision(name: str) -> None:
+def test_a_gpu_trains_in_half_precision(name):
     accelerator = Accelerator(mixed_precision=name)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))

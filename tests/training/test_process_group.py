@@ -5,9 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,21 +23,21 @@ NOBODY = 65534
 HOSTS = ("127.0.0.1", "0.0.0.0")
 
 
-def await_files(folder: str, *names: str) -> None:
+def await_files(folder, *names):
     eventually(
         lambda: all(Path(folder, name).exists() for name in names), within=60, what=str(names)
     )
 
 
-def make_ours() -> None:
+def make_ours():
     PartialState(cpu=True)
 
 
-def make_by_torch() -> None:
+def make_by_torch():
     dist.init_process_group("gloo")
 
 
-def remake(folder: str, times: int, make: Callable[[], None] = make_ours) -> list[float]:
+def remake(folder, times, make=make_ours):
     """Make and destroy a group; one rank is always early for the next, in turn."""
     rank = int(os.environ["RANK"])
     sums = []
@@ -60,26 +58,26 @@ def remake(folder: str, times: int, make: Callable[[], None] = make_ours) -> lis
     return sums
 
 
-def test_a_group_that_is_made_again_never_meets_the_old_store(tmp_path: Path) -> None:
+def test_a_group_that_is_made_again_never_meets_the_old_store(tmp_path):
     times = 30
     expected = [2.0 * number + 1 for number in range(times)]
     made = run_ranks(remake_at, 2, free_port(), str(tmp_path), times, timeout=100)
     assert made == [expected] * 2
 
 
-def remake_at(port: int, folder: str, times: int) -> list[float]:
+def remake_at(port, folder, times):
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return remake(folder, times)
 
 
 @pytest.mark.parametrize("make", [make_ours, make_by_torch])
-def test_so_it_is_in_ranks_of_ours(tmp_path: Path, make: Callable[[], None]) -> None:
+def test_so_it_is_in_ranks_of_ours(tmp_path, make):
     run = notebook_launcher(remake, (str(tmp_path), 30, make), 2, view="none")
     assert list(run) == [[2.0 * number + 1 for number in range(30)]] * 2
 
 
-def ports_of_the_run() -> list[int]:
+def ports_of_the_run():
     from notebook_accel.rank.this_rank import current
 
     store = current().store_port
@@ -87,7 +85,7 @@ def ports_of_the_run() -> list[int]:
     return [int(os.environ["MASTER_PORT"]), store.port]
 
 
-def tempt(folder: str) -> list[str]:
+def tempt(folder):
     """What another user gets of the run's ports, before, in and after a group."""
     rank = int(os.environ["RANK"])
     ports = ports_of_the_run()
@@ -106,7 +104,7 @@ def tempt(folder: str) -> list[str]:
     return taken
 
 
-def take_as_nobody(ports: list[int]) -> str:
+def take_as_nobody(ports):
     """What a child with another user could listen on, of these ports."""
     ours, theirs = os.pipe()
     child = os.fork()
@@ -124,7 +122,7 @@ def take_as_nobody(ports: list[int]) -> str:
     return text
 
 
-def takes(host: str, port: int) -> bool:
+def takes(host, port):
     with socket.socket() as taker:
         taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -137,7 +135,7 @@ def takes(host: str, port: int) -> bool:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed: run it as root")
 @pytest.mark.parametrize("use_port", [None, "fixed"])
-def test_another_user_cannot_take_the_ports_of_a_run(tmp_path: Path, use_port: Any) -> None:
+def test_another_user_cannot_take_the_ports_of_a_run(tmp_path, use_port):
     if use_port:
         use_port = free_port()
     run = notebook_launcher(tempt, (str(tmp_path),), 2, use_port=use_port, view="none")
@@ -148,10 +146,10 @@ def test_another_user_cannot_take_the_ports_of_a_run(tmp_path: Path, use_port: A
     assert take_as_nobody([free]) != "", "else nothing was tried"
 
 
-def plain(folder: str) -> dict[str, Any]:
+def plain(folder):
     """Plain functions make their groups by MASTER_ADDR and MASTER_PORT, in several ways."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    ways: list[Any] = [
+    ways = [
         dict,
         lambda: {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2},
         lambda: {
@@ -200,9 +198,7 @@ if sys.argv[1] == "fails":
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("ends", "stays"), [("well", "False 0"), ("fails", "True 2")])
-def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(
-    ends: str, stays: str
-) -> None:
+def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(ends, stays):
     """With threads of gloo that outlive the interpreter, a rank may abort at its very end."""
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -221,7 +217,7 @@ def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(
     assert [rank.returncode for rank in ranks] == [int(ends == "fails")] * 2, said
 
 
-def drops_its_model_last() -> None:
+def drops_its_model_last():
     sys.setswitchinterval(60)  # a thread gets Python's lock only where this one waits
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
@@ -231,20 +227,20 @@ def drops_its_model_last() -> None:
     del model
 
 
-def test_a_model_may_outlive_its_group() -> None:
+def test_a_model_may_outlive_its_group():
     for _ in range(4):  # of which one hung, mostly
         notebook_launcher(drops_its_model_last, num_processes=2, view="none", timeout=60)
 
 
-def test_plain_functions_make_and_destroy_groups_by_master_port(tmp_path: Path) -> None:
+def test_plain_functions_make_and_destroy_groups_by_master_port(tmp_path):
     run = notebook_launcher(plain, (str(tmp_path),), 2, view="none")
     assert [found["sums"] for found in run] == [[1.0] * 6] * 2
     # Torch's own store would listen on all interfaces.
     assert run[0]["addresses"] == {"127.0.0.1"}
 
 
-def test_a_port_that_the_user_chose_serves_launch_after_launch() -> None:
-    def meet() -> float:
+def test_a_port_that_the_user_chose_serves_launch_after_launch():
+    def meet():
         dist.init_process_group("gloo")
         total = torch.ones(())
         dist.all_reduce(total)

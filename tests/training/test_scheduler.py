@@ -1,7 +1,6 @@
 """Prepared schedulers: how far they move, when not at all, and when they ran out."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +12,17 @@ from notebook_accel import AcceleratedScheduler, Accelerator, GradientAccumulati
 from notebook_accel.training.stepping.accumulation import Accumulation
 
 
-def setup(make: Any, rate: float = 1.0, **settings: Any) -> tuple[Accelerator, Any, Any]:
+def setup(make, rate=1.0, **settings):
     accelerator = Accelerator(cpu=True, **settings)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=rate)
     return (accelerator, *accelerator.prepare(optimizer, make(optimizer)))
 
 
-def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+def halving(optimizer):
     return lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def on_ranks(make: Any, num_steps: int) -> tuple[Any, AcceleratedScheduler, Accumulation]:
+def on_ranks(make, num_steps):
     """A scheduler as the ranks of ``num_steps`` processes have it."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     accumulation = Accumulation(GradientAccumulationPlugin())
@@ -34,7 +33,7 @@ def on_ranks(make: Any, num_steps: int) -> tuple[Any, AcceleratedScheduler, Accu
     return optimizer, scheduler, accumulation
 
 
-def test_it_moves_with_real_steps_alone() -> None:
+def test_it_moves_with_real_steps_alone():
     accelerator, optimizer, scheduler = setup(halving, gradient_accumulation_steps=2)
     rates = []
     for _ in range(4):
@@ -47,7 +46,7 @@ def test_it_moves_with_real_steps_alone() -> None:
     assert scheduler.__notebook_accel_unwrap__() is scheduler.scheduler
 
 
-def test_its_state_is_asked_by_its_class() -> None:
+def test_its_state_is_asked_by_its_class():
     """As a subclass does, and torch's distributed checkpoints, which look for both methods."""
     _, _, scheduler = setup(halving)
     state = AcceleratedScheduler.state_dict(scheduler)
@@ -56,7 +55,7 @@ def test_its_state_is_asked_by_its_class() -> None:
     assert isinstance(scheduler, Stateful)
 
 
-def test_a_length_that_counts_steps_of_the_optimizer_can_be_told() -> None:
+def test_a_length_that_counts_steps_of_the_optimizer_can_be_told():
     optimizer, scheduler, _ = on_ranks(halving, 4)
     assert not scheduler.split_batches
     scheduler.split_batches = True
@@ -67,17 +66,17 @@ def test_a_length_that_counts_steps_of_the_optimizer_can_be_told() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5**5
 
 
-def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+def chained(optimizer):
     return lr_scheduler.ChainedScheduler([halving(optimizer), halving(optimizer)])
 
 
-def in_sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+def in_sequence(optimizer):
     parts = [lr_scheduler.ConstantLR(optimizer, 0.5), halving(optimizer)]
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
 
 
 @pytest.mark.parametrize("make", [chained, in_sequence])
-def test_schedulers_made_of_others_move_too(make: Any) -> None:
+def test_schedulers_made_of_others_move_too(make):
     accelerator, optimizer, scheduler = setup(make, gradient_accumulation_steps=2)
     for _ in range(4):
         with accelerator.accumulate():
@@ -90,7 +89,7 @@ def test_schedulers_made_of_others_move_too(make: Any) -> None:
     assert scheduler.get_last_lr() == expected[2].get_last_lr() != [1.0]
 
 
-def test_it_can_move_on_its_own() -> None:
+def test_it_can_move_on_its_own():
     accelerator, _, scheduler = setup(
         halving, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
     )
@@ -99,7 +98,7 @@ def test_it_can_move_on_its_own() -> None:
     assert scheduler.get_last_lr() == [0.5]
 
 
-def test_it_follows_the_wrapped_optimizer_too() -> None:
+def test_it_follows_the_wrapped_optimizer_too():
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     first, second = (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0) for _ in range(2))
     first, second = accelerator.prepare(first, second)
@@ -116,7 +115,7 @@ def test_it_follows_the_wrapped_optimizer_too() -> None:
     assert scheduler.get_last_lr() == [0.5], "another optimizer's step is not this one's"
 
 
-def test_a_metric_counts_once_whatever_the_ranks_and_windows() -> None:
+def test_a_metric_counts_once_whatever_the_ranks_and_windows():
     optimizer, scheduler, accumulation = on_ranks(
         lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1), 4
     )
@@ -128,7 +127,7 @@ def test_a_metric_counts_once_whatever_the_ranks_and_windows() -> None:
     assert rates == [1.0, 1.0, 0.5, 0.5]
 
 
-def test_one_cycle_ends_where_it_ends() -> None:
+def test_one_cycle_ends_where_it_ends():
     _, scheduler, _ = on_ranks(
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=7), 2
     )
@@ -137,13 +136,13 @@ def test_one_cycle_ends_where_it_ends() -> None:
     assert scheduler.last_epoch == 7
 
 
-def linear(length: int) -> Any:
+def linear(length):
     return lambda optimizer: lr_scheduler.LambdaLR(
         optimizer, lambda step: min(step, 1) * max(0.0, 1 - step / length)
     )
 
 
-def test_training_on_after_the_rate_reached_0_is_told_once() -> None:
+def test_training_on_after_the_rate_reached_0_is_told_once():
     optimizer, scheduler, _ = on_ranks(linear(6), 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -158,7 +157,7 @@ def test_training_on_after_the_rate_reached_0_is_told_once() -> None:
     assert "with len() of the loader before prepare()" in str(one.message)
 
 
-def test_warm_restarts_and_a_single_process_are_not_told() -> None:
+def test_warm_restarts_and_a_single_process_are_not_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, scheduler, _ = on_ranks(

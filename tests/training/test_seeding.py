@@ -1,8 +1,6 @@
 """Seeds, and the same random state on every rank."""
 
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from tests.training.harness import run_ranks
 
 
 @pytest.fixture(autouse=True)
-def _own_random_numbers() -> Any:
+def _own_random_numbers():
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(states[0])
@@ -29,11 +27,11 @@ def _own_random_numbers() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-def draw() -> tuple[float, float, float]:
+def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_a_seed_sets_all_three() -> None:
+def test_a_seed_sets_all_three():
     set_seed(3)
     first = draw()
     set_seed(3)
@@ -43,15 +41,15 @@ def test_a_seed_sets_all_three() -> None:
     set_seed(2**40 + 1)  # more than numpy takes
 
 
-def test_deterministic_algorithms() -> None:
+def test_deterministic_algorithms():
     set_seed(3, deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
-def test_saved_states_give_the_same_numbers_again(generator: Any, tmp_path: Path) -> None:
-    before: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    np.random.set_bit_generator(generator(5))  # type: ignore[attr-defined]
+def test_saved_states_give_the_same_numbers_again(generator, tmp_path):
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(generator(5))
     try:
         draw(), np.random.randn(), random.gauss(0, 1)  # of normal numbers the second waits
         torch.save(get_random_states(torch.device("cpu")), tmp_path / "states")
@@ -59,10 +57,10 @@ def test_saved_states_give_the_same_numbers_again(generator: Any, tmp_path: Path
         set_random_states(torch.load(tmp_path / "states"), torch.device("cpu"))
         assert (draw(), np.random.randn(3).tolist(), random.gauss(0, 1)) == following
     finally:
-        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+        np.random.set_bit_generator(before)
 
 
-def seeds_and_synchronizes() -> dict[str, Any]:
+def seeds_and_synchronizes():
     set_seed(7)
     same = draw()
     set_seed(7, device_specific=True)
@@ -77,7 +75,7 @@ def seeds_and_synchronizes() -> dict[str, Any]:
     }
 
 
-def test_ranks_draw_alike_or_their_own() -> None:
+def test_ranks_draw_alike_or_their_own():
     first, second = run_ranks(seeds_and_synchronizes, 2)
     assert first["same"] == second["same"]
     assert not set(first["own"]) & set(second["own"])
@@ -85,7 +83,7 @@ def test_ranks_draw_alike_or_their_own() -> None:
     assert first["generator"] == second["generator"]
 
 
-def test_what_cannot_be_synchronized_is_refused() -> None:
+def test_what_cannot_be_synchronized_is_refused():
     with pytest.raises(ValueError, match="generator=None: pass the generator"):
         synchronize_rng_state("generator")
     with pytest.raises(ValueError, match="rng_type='dice': expected 'torch'"):

@@ -5,8 +5,6 @@ Each function below is the loop of one article, on tiny models with the interfac
 
 import os
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +19,11 @@ from tests.training.scripts.parts import bert
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_the_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
-def sentences(count: int) -> list[dict[str, torch.Tensor]]:
+def sentences(count):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 20, (count, 6), generator=generator)
     return [
@@ -34,19 +32,19 @@ def sentences(count: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def loss_on(model: nn.Module, **batch: torch.Tensor) -> float:
+def loss_on(model, **batch):
     """The loss on one batch that all ranks have: that it falls is no chance of their last one."""
     model.eval()
     with torch.no_grad():
         return float(model(**batch).loss)
 
 
-def a_full_training() -> dict[str, Any]:
+def a_full_training():
     """A schedule counted with the prepared loader, made after ``prepare`` and stepped bare."""
     from transformers import get_scheduler
 
-    train_dataloader = DataLoader(sentences(8), shuffle=True, batch_size=2)  # type: ignore[arg-type]
-    eval_dataloader = DataLoader(sentences(7), batch_size=2)  # type: ignore[arg-type]
+    train_dataloader = DataLoader(sentences(8), shuffle=True, batch_size=2)
+    eval_dataloader = DataLoader(sentences(7), batch_size=2)
     accelerator = Accelerator()
     model = bert()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -88,15 +86,15 @@ def a_full_training() -> dict[str, Any]:
     }
 
 
-def an_unprepared_optimizer() -> dict[str, Any]:
+def an_unprepared_optimizer():
     """The optimizer is made after ``prepare`` and never prepared; batches have texts."""
 
-    def tokenizer(texts: list[str], **_: Any) -> dict[str, torch.Tensor]:
+    def tokenizer(texts, **_):
         ids = torch.tensor([[ord(letter) % 20 for letter in text] for text in texts])
         return {"input_ids": ids}
 
     train_dataset = [{"text": f"abcd{i}", "label": i % 2} for i in range(8)]
-    train_loader = DataLoader(train_dataset, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    train_loader = DataLoader(train_dataset, batch_size=2, shuffle=True)
     model = bert()
     accelerator = Accelerator()
     model, train_loader = accelerator.prepare(model, train_loader)
@@ -117,12 +115,12 @@ def an_unprepared_optimizer() -> dict[str, Any]:
     return {"steps": len(losses), "finite": all(loss == loss for loss in losses)}
 
 
-def regression() -> tuple[nn.Module, TensorDataset]:
+def regression():
     inputs = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
     return nn.Linear(3, 1), TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def notes_on_the_library(folder: str, precision: str) -> dict[str, Any]:
+def notes_on_the_library(folder, precision):
     """Gathering with padding, saving and loading, clipping, autocast, guarded schedules."""
     my_model, data = regression()
     my_optimizer = torch.optim.SGD(my_model.parameters(), lr=0.1)
@@ -174,7 +172,7 @@ def notes_on_the_library(folder: str, precision: str) -> dict[str, Any]:
     }
 
 
-def everything_prepared() -> dict[str, Any]:
+def everything_prepared():
     """``zero_grad`` first, the schedule prepared, tensors moved by nobody."""
     model, data = regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,7 +201,7 @@ def everything_prepared() -> dict[str, Any]:
     return {"steps": steps, "rate": scheduler.get_last_lr()[0], "fell": after < before}
 
 
-def all_loops(folder: str, precision: str) -> dict[str, Any]:
+def all_loops(folder, precision):
     """What a rank comes to in each article's loop."""
     return {
         "full": a_full_training(),
@@ -213,19 +211,19 @@ def all_loops(folder: str, precision: str) -> dict[str, Any]:
     }
 
 
-def all_loops_on_the_cpu(folder: str) -> dict[str, Any]:
+def all_loops_on_the_cpu(folder):
     os.environ["ACCELERATE_USE_CPU"] = "true"
     warnings.simplefilter("error", UserWarning)
     return all_loops(folder, "fp16")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_loops_of_the_articles_run(ranks: int, tmp_path: Path) -> None:
+def test_the_loops_of_the_articles_run(ranks, tmp_path):
     found = run_ranks(all_loops_on_the_cpu, ranks, str(tmp_path))
     assert_trained(found, "scaler.pt")
 
 
-def assert_trained(found: list[dict[str, Any]], *more_files: str) -> None:
+def assert_trained(found, *more_files):
     """What the ranks of :func:`all_loops` come to is right."""
     ranks = len(found)
     files = ["custom_checkpoint_0.pkl", "loader.bin", "model.safetensors", "optimizer.bin"]

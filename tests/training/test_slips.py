@@ -1,10 +1,8 @@
 """Slips that no error tells of: a loader not prepared, a plain backward, a model unwrapped."""
 
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +17,16 @@ _DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
 
 
 class _Stream(IterableDataset[torch.Tensor]):
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank, num_ranks):
         self.place = rank, num_ranks
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         return islice(
             (torch.full((2,), float(n)) for n in range(800)), self.place[0], None, self.place[1]
         )
 
 
-def _loader(kind: str, accelerator: Accelerator) -> Any:
+def _loader(kind, accelerator):
     rank, size = accelerator.process_index, accelerator.num_processes
     if kind == "sampler":
         return DataLoader(_DATA, 2, sampler=DistributedSampler(_DATA, size, rank))
@@ -43,10 +41,10 @@ def _loader(kind: str, accelerator: Accelerator) -> Any:
 
 
 class _Torn(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         if index == 2:
             raise OSError("truncated file")
         return torch.full((2,), float(index))
@@ -55,15 +53,15 @@ class _Torn(Dataset[torch.Tensor]):
 class _Tolerant(DataLoader[torch.Tensor]):
     """A user's loader, which leaves out samples that cannot be read."""
 
-    def __iter__(self) -> Any:
-        batches: Any = super().__iter__()
+    def __iter__(self):
+        batches = super().__iter__()
         assert len(batches) == len(self)
         for _ in range(len(self)):
             with suppress(OSError):
                 yield next(batches)
 
 
-def read_on() -> list[list[float]]:
+def read_on():
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
     plain = _Tolerant(_Torn(), batch_size=1)
@@ -71,14 +69,14 @@ def read_on() -> list[list[float]]:
     return [[float(batch[0, 0]) for batch in loader] for loader in (plain, prepared, prepared)]
 
 
-def test_a_loader_can_be_read_on_after_a_bad_sample() -> None:
+def test_a_loader_can_be_read_on_after_a_bad_sample():
     first, second = run_ranks(read_on, 2)
     assert first[0] == second[0] == [0, 1, 3, 4, 5]
     assert first[1] == first[2] == [0, 4]
     assert second[1] == second[2] == [1, 3, 5]
 
 
-def train(kind: str) -> list[str]:
+def train(kind):
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True)
     train_loader = _loader(kind, accelerator)
@@ -112,7 +110,7 @@ def train(kind: str) -> list[str]:
         "evaluated": False,
     }.items(),
 )
-def test_a_loader_that_was_not_prepared_is_named_once(kind: str, is_told: bool) -> None:
+def test_a_loader_that_was_not_prepared_is_named_once(kind, is_told):
     told = (
         "train_loader was not prepared: the ranks train on the same batches, 2 times each. Write "
         "train_loader = accelerator.prepare(train_loader)"
@@ -121,7 +119,7 @@ def test_a_loader_that_was_not_prepared_is_named_once(kind: str, is_told: bool) 
     assert run_ranks(train, 2, kind) == [[told] * is_told, []]
 
 
-def accumulate(way: str, num_steps: int) -> list[str]:
+def accumulate(way, num_steps):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
@@ -139,7 +137,7 @@ def accumulate(way: str, num_steps: int) -> list[str]:
     return [str(one.message) for one in caught if "loss.backward()" in str(one.message)]
 
 
-def test_a_plain_backward_inside_accumulate_is_named_once() -> None:
+def test_a_plain_backward_inside_accumulate_is_named_once():
     cases = {("plain", 2): 1, ("plain", 1): 0, ("ours", 2): 0}
     said = {case: run_ranks(accumulate, 1, *case)[0] for case in cases}
     assert {case: len(texts) for case, texts in said.items()} == cases
@@ -154,7 +152,7 @@ WAYS = {
 }
 
 
-def train_unwrapped(way: str) -> list[str]:
+def train_unwrapped(way):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
@@ -168,7 +166,7 @@ def train_unwrapped(way: str) -> list[str]:
     return [str(one.message) for one in caught if "without its wrapper" in str(one.message)]
 
 
-def test_training_without_the_wrapper_is_named_once() -> None:
+def test_training_without_the_wrapper_is_named_once():
     # Rank 0 warns for the machine.
     said = {way: run_ranks(train_unwrapped, 2, way)[0] for way in WAYS}
     counts = {way: len(lines) for way, lines in said.items()}

@@ -4,7 +4,6 @@ The loop, its cases and its tolerances are those of ``meshes``; the twin is plai
 """
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.training.meshes import (
     FLOAT_ERROR,
     WIDTH,
     Block,
-    Tiny,
     blocks,
     check_weights,
     data,
@@ -25,22 +23,22 @@ from tests.training.meshes import (
     twin,
 )
 
-CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.5, "eps": 0.05}
+CASE = {"accumulate": 2, "clip": 0.5, "eps": 0.05}
 ROUNDING = 2.0**-8  # of bf16
 
 
-def fully_sharded(model: Tiny) -> Tiny:
+def fully_sharded(model):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+    return fully_shard(model, mesh=mesh)
 
 
 # What the user did, and what is asked of the Accelerator.
-GIVEN: dict[str, tuple[Any, Any]] = {
+GIVEN = {
     "DDP": (DistributedDataParallel, dict),
     "DDP, compiled": (
         lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
@@ -54,20 +52,20 @@ GIVEN: dict[str, tuple[Any, Any]] = {
 }
 
 
-def train_and_go_on(folder: str) -> dict[str, Any]:
+def train_and_go_on(folder):
     return {name: train(name, f"{folder}/{number}") for number, name in enumerate(GIVEN)}
 
 
-def train(name: str, folder: str) -> dict[str, Any]:
+def train(name, folder):
     """Two epochs with a checkpoint between; then the second anew, from the checkpoint."""
     wrap, asked = GIVEN[name]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **asked())
     model, _ = make(CASE)
     mine = wrap(model)
-    optimizer: Any = torch.optim.AdamW(mine.parameters(), lr=1e-2, eps=CASE["eps"])
-    loader: Any = torch.utils.data.DataLoader(data(16), batch_size=2)
+    optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2, eps=CASE["eps"])
+    loader = torch.utils.data.DataLoader(data(16), batch_size=2)
     prepared, optimizer, loader = accelerator.prepare(mine, optimizer, loader)
-    seen: dict[str, Any] = {"same": prepared is mine, "norms": []}
+    seen = {"same": prepared is mine, "norms": []}
     losses = epoch(accelerator, prepared, optimizer, loader, seen)
     accelerator.save_state(folder)
     losses += epoch(accelerator, prepared, optimizer, loader, seen)
@@ -79,9 +77,7 @@ def train(name: str, folder: str) -> dict[str, Any]:
     return {**seen, "losses": losses}
 
 
-def epoch(
-    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, seen: dict[str, Any]
-) -> list[float]:
+def epoch(accelerator, model, optimizer, loader, seen):
     losses = []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -99,7 +95,7 @@ def epoch(
     return losses
 
 
-def waits(accelerator: Accelerator, model: Any) -> bool:
+def waits(accelerator, model):
     """Whether the gradients of this rank are its own still."""
     gradient = next(accelerator.unwrap_model(model).parameters()).grad
     if gradient is None:
@@ -109,12 +105,12 @@ def waits(accelerator: Accelerator, model: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def trained(tmp_path_factory):
     return run_ranks(train_and_go_on, 2, str(tmp_path_factory.mktemp("given")))
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_model_that_is_spread_trains_as_it_is(name: str, trained: list[dict[str, Any]]) -> None:
+def test_a_model_that_is_spread_trains_as_it_is(name, trained):
     rounding = ROUNDING if "bf16" in name else 0.0
     expected = twin(2, {**CASE, "precision": "bf16"} if rounding else CASE)
     # AdamW moves a weight by twice lr / eps of a gradient's error; gradients are clipped to 0.5.
@@ -131,11 +127,11 @@ def test_a_model_that_is_spread_trains_as_it_is(name: str, trained: list[dict[st
         check_weights(ours["weights"], expected["weights"], moved)
 
 
-def train_in_data_parallel() -> tuple[bool, bool, list[str]]:
+def train_in_data_parallel():
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     block = Block()
-    mine: Any = torch.nn.DataParallel(block)
+    mine = torch.nn.DataParallel(block)
     with warnings.catch_warnings(record=True) as seen:
         model, optimizer = accelerator.prepare(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
     accelerator.backward(model(torch.randn(2, WIDTH) * (1 + accelerator.process_index)).sum())
@@ -146,7 +142,7 @@ def train_in_data_parallel() -> tuple[bool, bool, list[str]]:
     return accelerator.unwrap_model(model) is block, is_same, told
 
 
-def test_the_model_in_a_data_parallel_one_trains_on_all_ranks() -> None:
+def test_the_model_in_a_data_parallel_one_trains_on_all_ranks():
     results = run_ranks(train_in_data_parallel, 2)
     assert [(is_block, is_same) for is_block, is_same, _ in results] == [(True, True)] * 2
     [said] = results[0][2]

@@ -7,7 +7,6 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import psutil
@@ -34,7 +33,7 @@ from tests.training.single import forget_states
 from tests.waiting import eventually
 
 
-def meet(port: int, folder: str) -> dict[str, Any]:
+def meet(port, folder):
     """Make a group of our own, twice in a row, and look at what listens."""
     dist.destroy_process_group()
     os.environ.pop("GLOO_SOCKET_IFNAME")
@@ -63,12 +62,12 @@ def meet(port: int, folder: str) -> dict[str, Any]:
     }
 
 
-def listening() -> list[Any]:
+def listening():
     found = psutil.Process().net_connections(kind="inet")
     return [connection for connection in found if connection.status == psutil.CONN_LISTEN]
 
 
-def test_our_groups_listen_on_the_loopback_interface_alone(tmp_path: Path) -> None:
+def test_our_groups_listen_on_the_loopback_interface_alone(tmp_path):
     with socket.socket() as held:
         # As the launcher's agent does: bound, not listening, so that nobody else takes it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,7 +80,7 @@ def test_our_groups_listen_on_the_loopback_interface_alone(tmp_path: Path) -> No
     assert {one["interface"] for one in found} == {"lo"}
 
 
-def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_another_program_has_is_named(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -93,13 +92,13 @@ def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatc
             PartialState(cpu=True)
 
 
-def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2 but MASTER_ADDR is not set"):
         PartialState(cpu=True)
 
 
-def use_the_users_group() -> dict[str, Any]:
+def use_the_users_group():
     before = dist.group.WORLD
     accelerator = Accelerator(cpu=True)
     close_process_group()
@@ -115,7 +114,7 @@ def use_the_users_group() -> dict[str, Any]:
     }
 
 
-def test_a_group_of_the_user_is_used_and_left_alone() -> None:
+def test_a_group_of_the_user_is_used_and_left_alone():
     found = run_ranks(use_the_users_group, 2)
     assert found == [
         {"same": True, "ranks": (2, index), "type": "MULTI_CPU", "backend": "gloo"}
@@ -123,7 +122,7 @@ def test_a_group_of_the_user_is_used_and_left_alone() -> None:
     ]
 
 
-def act_by_rank() -> dict[str, Any]:
+def act_by_rank():
     """Everything that differs from rank to rank."""
     state = PartialState(cpu=True)
     me = state.process_index
@@ -136,7 +135,7 @@ def act_by_rank() -> dict[str, Any]:
         entered["local"] = time.monotonic()
 
     @state.on_process(process_index=1)
-    def on_one() -> int:
+    def on_one():
         return me
 
     parts = []
@@ -155,7 +154,7 @@ def act_by_rank() -> dict[str, Any]:
     }
 
 
-def test_what_ranks_do_by_their_number() -> None:
+def test_what_ranks_do_by_their_number():
     first, second = run_ranks(act_by_rank, 2)
     assert first["entered"]["main"] < second["entered"]["main"]
     assert (first["flags"], second["flags"]) == ((True, True, False), (False, False, True))
@@ -167,7 +166,7 @@ def test_what_ranks_do_by_their_number() -> None:
     assert (first["parts"], second["parts"]) == ([[1, 2], [1, 2]], [[3], [3, 3]])
 
 
-def test_states_made_twice_show_the_same() -> None:
+def test_states_made_twice_show_the_same():
     first, second = Accelerator(cpu=True, mixed_precision="bf16"), Accelerator(cpu=True)
     assert (first.mixed_precision, second.mixed_precision) == ("bf16", "no")
     assert AcceleratorState().mixed_precision == second.state.mixed_precision == "no"
@@ -193,9 +192,7 @@ def test_states_made_twice_show_the_same() -> None:
     assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("no", 1)
 
 
-def test_the_state_shows_the_plugins_of_the_newest_accelerator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_state_shows_the_plugins_of_the_newest_accelerator(monkeypatch):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     compiled = Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="eager").state
     assert compiled.fsdp_plugin is plugin
@@ -216,7 +213,7 @@ def test_the_state_shows_the_plugins_of_the_newest_accelerator(
     assert isinstance(found, FullyShardedDataParallelPlugin), "the environment asks for it"
 
 
-def test_a_single_process_needs_no_group() -> None:
+def test_a_single_process_needs_no_group():
     accelerator = Accelerator(cpu=True)
     assert not dist.is_initialized()
     assert accelerator.distributed_type == DistributedType.NO == "NO"
@@ -231,11 +228,11 @@ def test_a_single_process_needs_no_group() -> None:
 @pytest.mark.parametrize(
     "make", [PartialState, Accelerator, accelerate.PartialState, accelerate.Accelerator]
 )
-def test_one_process_does_what_any_rank_is_to_do(make: Any) -> None:
+def test_one_process_does_what_any_rank_is_to_do(make):
     """As in Accelerate: a script that leaves a job to rank 1 does it without launcher, too."""
     state = make(cpu=True)
 
-    def job() -> str:
+    def job():
         return "done"
 
     jobs = [state.on_process(process_index=3)(job), state.on_process(job, process_index=3)]
@@ -244,7 +241,7 @@ def test_one_process_does_what_any_rank_is_to_do(make: Any) -> None:
     assert [each() for each in jobs] == ["done"] * 6
 
 
-def test_the_group_s_settings_are_checked_by_name() -> None:
+def test_the_group_s_settings_are_checked_by_name():
     with pytest.raises(TypeError, match="backnd"):
         PartialState(backnd="gloo")
     two = [InitProcessGroupKwargs(), InitProcessGroupKwargs()]
@@ -252,7 +249,7 @@ def test_the_group_s_settings_are_checked_by_name() -> None:
         Accelerator(kwargs_handlers=two)
 
 
-def test_asking_for_the_cpu_too_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_the_cpu_too_late_says_so(monkeypatch):
     monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device("meta"))
     assert PartialState().device.type == "meta"
     with pytest.warns(UserWarning, match="cpu=True came too late"):
@@ -262,8 +259,8 @@ def test_asking_for_the_cpu_too_late_says_so(monkeypatch: pytest.MonkeyPatch) ->
         Accelerator(cpu=True)
 
 
-def test_a_device_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[int] = []
+def test_a_device_that_the_environment_names(monkeypatch):
+    current = []
     gpus = {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": 2}
     for name, value in gpus.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value, **_: value)
@@ -294,10 +291,10 @@ def test_a_device_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_backend_of_devices_alone_has_gloo_for_the_host_beside_it(
-    asked: str | None, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    asked, device, expected, monkeypatch
+):
     """Offloaded weights, checkpoints and objects are on the host, and NCCL takes nothing there."""
-    opened: list[str] = []
+    opened = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device(device))
@@ -309,10 +306,8 @@ def test_a_backend_of_devices_alone_has_gloo_for_the_host_beside_it(
 
 
 @pytest.mark.parametrize("asked", ["true", "false"])
-def test_a_rank_stays_near_its_device_if_it_is_asked_to(
-    asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near: list[int] = []
+def test_a_rank_stays_near_its_device_if_it_is_asked_to(asked, monkeypatch):
+    near = []
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", asked)
     monkeypatch.setattr(devices, "set_numa_affinity", near.append)
     monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device("meta", 1))
@@ -321,7 +316,7 @@ def test_a_rank_stays_near_its_device_if_it_is_asked_to(
 
 
 @pytest.mark.gpu
-def test_one_process_takes_the_first_gpu() -> None:
+def test_one_process_takes_the_first_gpu():
     accelerator = Accelerator()
     assert accelerator.device == torch.device("cuda", 0)
     assert torch.ones(1, device="cuda").device == accelerator.device

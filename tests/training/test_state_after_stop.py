@@ -7,10 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -47,7 +44,7 @@ NO_MODELS = "models: the file has state dicts alone; make each model anew and lo
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
 
 
@@ -55,16 +52,16 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 GIVEN = "fully_shard, by hand"
 
 
-def train(mesh: str | None, folder: str) -> None:
+def train(mesh, folder):
     """A loop without an end; what it had after each step is on disk."""
     accelerator = accelerator_for(None if mesh == GIVEN else mesh)
     torch.manual_seed(3)
-    model: Any = Tiny()
+    model = Tiny()
     if mesh == GIVEN:
         fully_shard(model, mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    loader: Any = torch.utils.data.DataLoader(data(16), batch_size=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    loader = torch.utils.data.DataLoader(data(16), batch_size=2)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     step = 0
     while True:
@@ -84,19 +81,19 @@ def train(mesh: str | None, folder: str) -> None:
                     time.sleep(0.01)
 
 
-def begin(mesh: str | None, num_ranks: int, folder: Path) -> Run:
+def begin(mesh, num_ranks, folder):
     run = on_cpu(train, mesh, str(folder), n=num_ranks, block=False)
     for rank in range(num_ranks):
         eventually((folder / f"waits-{rank}").exists, within=SOON, what="it trains")
     return run
 
 
-def last_state(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+def last_state(folder):
     saved = [torch.load(folder / name) for name in "012"]
     return max(saved, key=lambda each: each[0])
 
 
-def check_rescued(run: Run, folder: Path, *, has_model: bool) -> None:
+def check_rescued(run, folder, *, has_model):
     step, expected = last_state(folder)
     rescued = run.rescued
     assert rescued.step == step
@@ -137,7 +134,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "pipeline"])
-def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
+def test_a_stop_keeps_it(way, tmp_path):
     skip_unless_it_runs(way)
     mesh, num_ranks = WAYS[way]
     run = begin(mesh, num_ranks, tmp_path)
@@ -151,7 +148,7 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
     assert repr(run.rescued).startswith(f"<Rescued: step {run.rescued.step}, models=[")
     assert len(repr(run.rescued)) < 200, "and no list of weights"
     # As another kernel finds it, which has the state dicts alone.
-    elsewhere: Any = run_list._read_run(RunFolder(run.log_dir), View)
+    elsewhere = run_list._read_run(RunFolder(run.log_dir), View)
     check_rescued(elsewhere, tmp_path, has_model=False)
     file = run.log_dir / "rescued.pt"
     assert file.stat().st_mode & 0o777 == 0o600
@@ -165,7 +162,7 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["one", "tensor", "given"])
-def test_an_interrupt_keeps_it(way: str, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_it(way, tmp_path):
     mesh, num_ranks = WAYS[way]
     run = begin(mesh, num_ranks, tmp_path)
     call_of(run).press(1)
@@ -178,13 +175,13 @@ class Own:
     """What no file may hold that is read without trusting it."""
 
 
-def endless(folder: str, kind: str = "linear") -> None:
+def endless(folder, kind="linear"):
     accelerator = Accelerator(cpu=True)
-    model: Any = torch.nn.Linear(1, 1)
+    model = torch.nn.Linear(1, 1)
     if kind == "unpicklable":
         model.register_forward_hook(lambda *_: None)
         model.lock = threading.Lock()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     if kind == "of a class":
         optimizer.param_groups[0]["own"] = Own()
@@ -206,9 +203,7 @@ def endless(folder: str, kind: str = "linear") -> None:
         ("of a class", r"A restart loses all of it \(TypeError: a state dict holds .*Own\)"),
     ],
 )
-def test_what_is_not_on_disk_is_told(
-    what: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_on_disk_is_told(what, why, tmp_path, monkeypatch):
     if what == "too large":
         monkeypatch.setattr(run_folder, "_RESCUED_BYTES", 10)
     if what == "full disk":
@@ -221,13 +216,13 @@ def test_what_is_not_on_disk_is_told(
         run.wait(SOON)
     assert [line for line in run.state.notices if "A restart loses" in line]
     assert run.rescued.models[0].weight.item() == 7.0
-    elsewhere: Any = run_list._read_run(RunFolder(run.log_dir), View)
+    elsewhere = run_list._read_run(RunFolder(run.log_dir), View)
     assert [path.name for path in run.log_dir.glob("rescued*")] == []
     with pytest.raises(NotebookAccelError, match="is gone"):
         _ = elsewhere.rescued
 
 
-def test_what_the_host_has_no_memory_for_is_left_out(tmp_path: Path) -> None:
+def test_what_the_host_has_no_memory_for_is_left_out(tmp_path):
     """Weights go before the states of optimizers, and one line says what is not kept and why."""
     accelerator = Accelerator(cpu=True)
     inner = torch.nn.Linear(10, 10)
@@ -237,7 +232,7 @@ def test_what_the_host_has_no_memory_for_is_left_out(tmp_path: Path) -> None:
     weights = 2 * 4 * 110  # a copy here and one in the notebook
     states = 2 * weights + 2 * 2 * 4
 
-    def kept(free: int) -> tuple[Any, list[str]]:
+    def kept(free):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             part = next(accelerator._prepared.parts_to_rescue(1, free), None)
@@ -257,14 +252,14 @@ def test_what_the_host_has_no_memory_for_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session():
     session = Session(LaunchRequest(config=LaunchConfig(num_processes=1, devices="cpu")))
     yield session
     session.kill()
 
 
-def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
-    def stopped(kind: str) -> Run:
+def test_of_calls_of_a_session_too(session, tmp_path):
+    def stopped(kind):
         run = call(session, endless, (str(tmp_path), kind), block=False)
         eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
         (tmp_path / "waits-0").unlink()
@@ -294,8 +289,8 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
     assert "rescued" not in str(caught.value)
 
 
-def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
-    def press_once_it_waits() -> None:
+def test_an_interrupted_cell_says_what_to_type(tmp_path):
+    def press_once_it_waits():
         eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -310,17 +305,17 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
     assert (other.models, other.weights[0]["weight"].item()) == ([None], 7.0)
 
 
-def test_pieces_that_are_missing_are_told() -> None:
-    def part(step: int, *pieces: TensorPiece) -> RankPart:
+def test_pieces_that_are_missing_are_told():
+    def part(step, *pieces):
         weights = {"a": pieces[0]} if pieces else {}
         return RankPart(models=[None], weights=[weights], optimizers=[], schedulers=[], step=step)
 
     first, second = (TensorPiece(torch.full((2,), float(i)), (2 * i,), (4,)) for i in range(2))
     whole = part(3, first).join([part(3, second)])
-    assert whole.weights[0]["a"].tolist() == [0, 0, 1, 1]  # type: ignore[index]
+    assert whole.weights[0]["a"].tolist() == [0, 0, 1, 1]
     assert whole.missing == []
     empty = part(3, TensorPiece(torch.ones((0, 2)), (0, 0), (0, 2))).join([])
-    assert empty.weights[0]["a"].shape == (0, 2)  # type: ignore[index]
+    assert empty.weights[0]["a"].shape == (0, 2)
     torn = part(3, first).join([])
     assert torn.weights == [None]
     assert "lacks pieces" in torn.missing[0]
@@ -331,7 +326,7 @@ def test_pieces_that_are_missing_are_told() -> None:
     other_model = replace(part(3, first), models=[copy_on_meta(torch.nn.Linear(1, 1))])
     kept = other_model.join([part(3, second)])
     assert kept.models == [None]
-    assert kept.weights[0].keys() == {"a"}  # type: ignore[union-attr]
+    assert kept.weights[0].keys() == {"a"}
     assert "model 0: it takes no weights here" in kept.missing[0]
 
 
@@ -341,7 +336,7 @@ def test_pieces_that_are_missing_are_told() -> None:
 class Reader(nn.Module):
     """Tied weights, buffers of both kinds, a weight that is not trained, and torch's own lists."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(5, 4)
         self.norm = nn.BatchNorm1d(4)
@@ -352,16 +347,16 @@ class Reader(nn.Module):
         self.register_buffer("scale", torch.tensor(2.0), persistent=False)
         self.words = ["a", "b"]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         hidden, _ = self.recurrent(self.norm(self.embed(tokens)) * self.frozen)
         return self.head(hidden) * self.scale
 
 
-def doubled(_module: nn.Module, _args: Any, outputs: torch.Tensor) -> torch.Tensor:
+def doubled(_module, _args, outputs):
     return 2 * outputs
 
 
-def test_it_is_the_model_again_once_it_has_the_weights() -> None:
+def test_it_is_the_model_again_once_it_has_the_weights():
     tokens = torch.tensor([0, 3, 1])
     model = Reader()
     model.register_forward_hook(doubled)
@@ -372,11 +367,11 @@ def test_it_is_the_model_again_once_it_has_the_weights() -> None:
     cast = AutocastForward(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
     model.__dict__["forward"] = cast
     model.head.register_forward_hook(doubled)
-    model.recurrent = nn.Identity()  # type: ignore[assignment]
+    model.recurrent = nn.Identity()
     trained = Reader()
     trained.register_forward_hook(doubled)
     trained(tokens)  # moves the averages of the norm
-    made: Any = pickle.loads(pickle.dumps(meta_copy))
+    made = pickle.loads(pickle.dumps(meta_copy))
     fill(made, trained.state_dict())
     assert type(made) is Reader
     assert made.head.weight is made.embed.weight
@@ -388,15 +383,15 @@ def test_it_is_the_model_again_once_it_has_the_weights() -> None:
 class LoadsByItself(nn.Linear):
     """As many models do: their ``load_state_dict`` has no ``assign``, and copies weights."""
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict, strict=True):
         return super().load_state_dict(state_dict, strict)
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *_: Any) -> None:
+    def _load_from_state_dict(self, state, prefix, *_):
         for name, weight in self.named_parameters():
             weight.data.copy_(state[prefix + name])
 
 
-def test_a_model_that_loads_its_weights_by_itself_has_them() -> None:
+def test_a_model_that_loads_its_weights_by_itself_has_them():
     model = LoadsByItself(2, 2)
     meta_copy = copy_on_meta(model)
     assert meta_copy is not None
@@ -404,7 +399,7 @@ def test_a_model_that_loads_its_weights_by_itself_has_them() -> None:
     assert torch.equal(meta_copy.weight, model.weight)
 
 
-def test_weights_of_another_kind_and_other_weights_are_refused() -> None:
+def test_weights_of_another_kind_and_other_weights_are_refused():
     class Own(nn.Parameter):
         pass
 

@@ -18,27 +18,27 @@ WAIT = 0.02
 class Samples(Dataset[Any]):
     """Samples that take a while to read, on one rank."""
 
-    def __init__(self, wait: float) -> None:
+    def __init__(self, wait):
         self.wait = wait
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 80
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         time.sleep(self.wait)
         return torch.ones(8)
 
 
-def train(slow: str, slow_rank: int = 1, epochs: int = 1) -> None:
+def train(slow, slow_rank=1, epochs=1):
     accelerator = Accelerator(gradient_accumulation_steps=2 if slow == "accumulating" else 1)
     wait = WAIT if accelerator.process_index == slow_rank else 0.0
-    model: Any = nn.Linear(8, 8)
+    model = nn.Linear(8, 8)
     # The slow optimizer of a rank, as one that offloads would be.
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if slow == "optimizer":
         optimizer.register_step_pre_hook(lambda *_: time.sleep(wait))
     is_slow = wait if slow in ("data", "accumulating") else 0.0
-    loader: Any = DataLoader(Samples(is_slow), batch_size=1)
+    loader = DataLoader(Samples(is_slow), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(epochs):
         for batch in loader:
@@ -55,7 +55,7 @@ def train(slow: str, slow_rank: int = 1, epochs: int = 1) -> None:
 
 
 @pytest.mark.parametrize("slow", ["data", "forward", "optimizer", "accumulating"])
-def test_the_slow_rank_is_named_with_its_reason(slow: str) -> None:
+def test_the_slow_rank_is_named_with_its_reason(slow):
     run = notebook_launcher(train, (slow,), num_processes=2, view="none")
     (line,) = step_lines(run.state)
     if slow in ("data", "accumulating"):
@@ -77,14 +77,14 @@ def test_the_slow_rank_is_named_with_its_reason(slow: str) -> None:
     assert any(one.startswith("rank  a step") and "collectives" in one for one in text)
 
 
-def test_passes_without_a_step_are_no_part_of_one() -> None:
+def test_passes_without_a_step_are_no_part_of_one():
     run = notebook_launcher(train, ("", 0, 2), num_processes=1, view="none")
     (rank,) = run.state.ranks
     assert rank.step_times.num_steps == 159
     assert rank.step_times.total < 0.5 * 160 * WAIT * 1e9
 
 
-def test_one_rank_that_waits_for_data_hears_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_that_waits_for_data_hears_of_it(capsys):
     run = notebook_launcher(train, ("data", 0), num_processes=1, view="text")
     head, (_, duration, data, *_) = step_table(run.state)
     assert head[:3] == ("rank", "a step", "data")
@@ -95,17 +95,17 @@ def test_one_rank_that_waits_for_data_hears_of_it(capsys: pytest.CaptureFixture[
     assert "num_workers" in printed
 
 
-def fill_memory() -> None:
+def fill_memory():
     accelerator = Accelerator()
-    model: Any = nn.Linear(1000, 1000)
-    optimizer: Any = torch.optim.Adam(model.parameters())
+    model = nn.Linear(1000, 1000)
+    optimizer = torch.optim.Adam(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.ones(1, 1000)).sum())
     optimizer.step()
     raise torch.OutOfMemoryError("device out of memory")
 
 
-def test_an_out_of_memory_error_names_what_takes_the_memory() -> None:
+def test_an_out_of_memory_error_names_what_takes_the_memory():
     with pytest.raises(Exception, match="out of memory") as raised:
         notebook_launcher(fill_memory, num_processes=1, view="none")
     expected = "What took the memory of rank 0: optimizer 8 MB, weights 4 MB, gradients 4 MB"

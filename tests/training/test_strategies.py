@@ -1,7 +1,6 @@
 """Which strategy is taken, and what every strategy promises beside its own tests."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -13,26 +12,26 @@ from tests.training.harness import run_ranks
 
 
 class TwoInputs(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 1)
 
-    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def forward(self, left, right):
         return self.layer(left + right)
 
 
-def train(whole: bool, form: str, precision: str) -> dict[str, Any]:
+def train(whole, form, precision):
     """A loop on ``forward_backward``, or the same in the three steps that it stands for."""
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
-    model: Any = TwoInputs()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(torch.randn(12, 3), batch_size=2)
+    model = TwoInputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.randn(12, 3), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for batch in loader:
         with accelerator.accumulate(model):
-            inputs: Any = (batch[:, :2], batch[:, 1:])
+            inputs = (batch[:, :2], batch[:, 1:])
             inputs = dict(zip(("left", "right"), inputs, strict=True)) if form == "keys" else inputs
             targets = batch[:, :1]
             if whole:
@@ -52,14 +51,14 @@ def train(whole: bool, form: str, precision: str) -> dict[str, Any]:
     ("form", "precision"), [("tuple", "no"), ("keys", "bf16"), ("keys", "fp16")]
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_forward_backward_is_its_three_steps(ranks: int, form: str, precision: str) -> None:
+def test_forward_backward_is_its_three_steps(ranks, form, precision):
     at_once = run_ranks(train, ranks, True, form, precision)
     in_steps = run_ranks(train, ranks, False, form, precision)
     assert at_once == in_steps
     assert len({tuple(result["losses"]) for result in at_once}) == ranks
 
 
-def test_one_argument_is_the_input() -> None:
+def test_one_argument_is_the_input():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1))
     loss = accelerator.forward_backward(
@@ -69,24 +68,24 @@ def test_one_argument_is_the_input() -> None:
     assert model.weight.grad is not None
 
 
-def test_a_model_given_twice_is_prepared_once() -> None:
+def test_a_model_given_twice_is_prepared_once():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
     one, other = accelerator.prepare(model, model)
     assert one is other
 
 
-def thaw_and_freeze(sharded: bool = False) -> tuple[list[list[float]], int]:
+def thaw_and_freeze(sharded=False):
     """The first layer is frozen, trains from the middle of an epoch to that of the next one."""
     torch.manual_seed(1)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules="0")
-    settings: dict[str, Any] = {"fsdp_plugin": plugin} if sharded else {}
+    settings = {"fsdp_plugin": plugin} if sharded else {}
     accelerator = Accelerator(
         cpu=True, split_batches=True, gradient_accumulation_steps=2, **settings
     )
     first, calls = nn.Linear(2, 3).requires_grad_(False), []
-    model: Any = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 1))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(row, row.sum(0, keepdim=True)) for row in torch.randn(16, 2)]
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -104,7 +103,7 @@ def thaw_and_freeze(sharded: bool = False) -> tuple[list[list[float]], int]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_weights_may_be_thawed_and_frozen_after_prepare(sharded: bool) -> None:
+def test_weights_may_be_thawed_and_frozen_after_prepare(sharded):
     """As in gradual unfreezing; DDP itself exchanges what trained as it was made, for ever, and
     what FSDP ignores is averaged by us."""
     alone, num_calls = thaw_and_freeze()
@@ -114,7 +113,7 @@ def test_weights_may_be_thawed_and_frozen_after_prepare(sharded: bool) -> None:
             assert ours == pytest.approx(expected, abs=1e-6)
 
 
-def thaw_all() -> list[str]:
+def thaw_all():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1).requires_grad_(False))
     with warnings.catch_warnings(record=True) as told:
@@ -125,15 +124,15 @@ def thaw_all() -> list[str]:
     return [str(each.message) for each in told if "exchange its gradients" in str(each.message)]
 
 
-def test_a_model_of_which_nothing_trained_as_it_was_prepared_is_told() -> None:
+def test_a_model_of_which_nothing_trained_as_it_was_prepared_is_told():
     first, *_ = run_ranks(thaw_all, 2)
     assert len(first) == 1
 
 
-def thaw_and_grow() -> dict[str, Any]:
+def thaw_and_grow():
     """Each way to change which weights train, a second ``prepare``, and a step."""
     accelerator = Accelerator(cpu=True)
-    made: dict[str, Any] = {}
+    made = {}
     for name in ("thawed", "by its wrapper", "frozen", "none before", "grown", "resized"):
         torch.manual_seed(1)
         inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -161,7 +160,7 @@ def thaw_and_grow() -> dict[str, Any]:
     return made
 
 
-def test_weights_that_train_since_a_second_prepare_are_exchanged() -> None:
+def test_weights_that_train_since_a_second_prepare_are_exchanged():
     first, second = run_ranks(thaw_and_grow, 2)
     for name, weights in first.items():
         assert weights == second[name], name

@@ -1,7 +1,6 @@
 """Trainings for ranks of torch_xla, and for one process on the CPU, which must come to the same."""
 
 import copy
-from typing import Any
 
 import torch
 
@@ -36,12 +35,12 @@ def train(
 
     accelerator = Accelerator(gradient_accumulation_steps=num_steps, mixed_precision=precision)
     own = copy.deepcopy(model)
-    optimizer: Any = getattr(torch.optim, kind)(own.parameters(), lr=0.05)
+    optimizer = getattr(torch.optim, kind)(own.parameters(), lr=0.05)
     loader = torch.utils.data.DataLoader(samples(), batch_size=8 // accelerator.num_processes)
     prepared, loader = accelerator.prepare(own, loader)
     if not is_bare:
         optimizer = accelerator.prepare(optimizer)
-    losses: list[float] = []
+    losses = []
     for _ in range(2):
         for inputs, targets in loader:
             with accelerator.accumulate(prepared):

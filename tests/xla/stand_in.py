@@ -16,7 +16,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 _one_compiles = threading.Lock()
-_C: Any = torch_xla._XLAC
+_C = torch_xla._XLAC
 _step_marker, _sync_multi = _C._xla_step_marker, _C._xla_sync_multi
 
 

@@ -59,7 +59,7 @@ class OnXla(EngineContract):
     uses_cpu = "false"
 
     @pytest.fixture(autouse=True)
-    def _devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _devices(self, monkeypatch):
         monkeypatch.setenv("NOTEBOOK_ACCEL_XLA_MODULES", "tests.xla.stand_in")
         monkeypatch.setenv("CPU_NUM_DEVICES", str(self.world_size))
         # Every launch imports torch_xla: seconds, and on a busy machine many.
@@ -67,7 +67,7 @@ class OnXla(EngineContract):
             monkeypatch.setattr(contract, name, 100.0)
         self._set = monkeypatch.setenv
 
-    def config(self, n: int | None = None, **options: Any) -> Any:
+    def config(self, n=None, **options):
         self._set("CPU_NUM_DEVICES", str(n or self.world_size))
         return super().config(n, **options)
 
@@ -76,7 +76,7 @@ class TestOneRank(OnXla):
     world_size = local_world_size = 1
 
     @pytest.fixture(autouse=True)
-    def _skips(self, request: pytest.FixtureRequest) -> None:
+    def _skips(self, request):
         if request.node.originalname in NEEDS_OTHERS:
             pytest.skip("about several ranks")
 
@@ -86,7 +86,7 @@ class TestTwoRanks(OnXla):
     agent_above = 2
 
     @pytest.fixture(autouse=True)
-    def _skips(self, request: pytest.FixtureRequest) -> None:
+    def _skips(self, request):
         if "session" in request.fixturenames:
             pytest.skip(SESSION)
         if request.node.originalname in NEEDS_A_PROCESS:

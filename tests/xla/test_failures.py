@@ -5,8 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +12,6 @@ import torch
 
 from notebook_accel import RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
 from notebook_accel.rank.this_rank import current
 from tests.engines.contract import _interrupts_when
@@ -26,15 +23,15 @@ pytestmark = [pytest.mark.usefixtures("two_ranks"), pytest.mark.timeout(200)]
 XLA = LaunchConfig(engine="xla", grace=5.0)
 
 
-def fails(function: Callable[[], Any]) -> WorkerError:
+def fails(function):
     with pytest.raises(WorkerError) as caught:
         launch(function, (), config=XLA)
     eventually(lambda: gone(set(caught.value.run.pids)), within=20, what="the processes ended")
     return caught.value
 
 
-def test_a_rank_that_raises() -> None:
-    def raise_on_one() -> None:
+def test_a_rank_that_raises():
+    def raise_on_one():
         if current().rank == 1:
             raise ValueError("no such batch")
         while True:
@@ -46,8 +43,8 @@ def test_a_rank_that_raises() -> None:
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_a_rank_that_raises_while_another_waits_for_it() -> None:
-    def meet() -> None:
+def test_a_rank_that_raises_while_another_waits_for_it():
+    def meet():
         from notebook_accel import Accelerator
 
         accelerator = Accelerator()
@@ -61,8 +58,8 @@ def test_a_rank_that_raises_while_another_waits_for_it() -> None:
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_ranks_whose_process_exits() -> None:
-    def leave() -> None:
+def test_ranks_whose_process_exits():
+    def leave():
         if current().rank == 1:
             os._exit(3)
         time.sleep(600)
@@ -72,8 +69,8 @@ def test_ranks_whose_process_exits() -> None:
     assert f"rank {error.rank} ended with exit code 3" in str(error)
 
 
-def test_ranks_whose_process_is_killed() -> None:
-    def die() -> None:
+def test_ranks_whose_process_is_killed():
+    def die():
         if current().rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
@@ -83,18 +80,18 @@ def test_ranks_whose_process_is_killed() -> None:
     assert f"rank {error.rank} was killed by SIGKILL" in str(error)
 
 
-def begun(function: Callable[[], Any]) -> Run:
+def begun(function):
     run = launch(function, (), config=XLA, block=False)
     eventually(lambda: run.logs().count("begins") == 2, within=150, what="both ranks began")
     return run
 
 
-def train_for_ever() -> None:
+def train_for_ever():
     from notebook_accel import Accelerator
 
     accelerator = Accelerator()
-    model: Any = torch.nn.Linear(2, 2)
-    optimizer: Any = torch.optim.SGD(model.parameters(), 0.001)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
     data = torch.utils.data.TensorDataset(torch.randn(4000, 2))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -106,7 +103,7 @@ def train_for_ever() -> None:
             optimizer.zero_grad()
 
 
-def test_stop_between_steps() -> None:
+def test_stop_between_steps():
     run = begun(train_for_ever)
     eventually(lambda: has_moved(run), within=100, what="the bars of both ranks move")
     run.stop()
@@ -118,20 +115,20 @@ def test_stop_between_steps() -> None:
     assert gone(set(run.pids))
 
 
-def has_moved(run: Run) -> bool:
+def has_moved(run):
     """Whether both ranks' bars are seen to go on, while the run does."""
     return {bar.rank for bar in run.progress if bar.name == "for ever" and bar.n > 3} == {0, 1}
 
 
-def test_an_interrupt_between_steps() -> None:
+def test_an_interrupt_between_steps():
     before = {run.id for run in runs()}
 
-    def is_training() -> bool:
+    def is_training():
         return any(run.id not in before and has_moved(run) for run in runs())
 
     with pytest.raises(KeyboardInterrupt) as caught, _interrupts_when(is_training, within=150):
         launch(train_for_ever, (), config=XLA)
-    run: Run = caught.value.run  # type: ignore[attr-defined]
+    run = caught.value.run
     assert run.status == "stopped"
     assert len(run.rescued.models) == 1
     assert gone(set(run.pids))
@@ -145,7 +142,7 @@ time.sleep(600)
 """
 
 
-def test_a_killed_kernel_leaves_nobody() -> None:
+def test_a_killed_kernel_leaves_nobody():
     kernel = subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True)
     assert kernel.stdout is not None
     pids = {*map(int, kernel.stdout.readline().split())}
@@ -156,8 +153,8 @@ def test_a_killed_kernel_leaves_nobody() -> None:
     eventually(lambda: gone(pids | below), within=20, what="all of its processes ended")
 
 
-def test_interrupt_of_what_reads_nothing() -> None:
-    def loop() -> str:
+def test_interrupt_of_what_reads_nothing():
+    def loop():
         print("begins")
         try:
             while True:

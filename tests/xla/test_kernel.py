@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +38,7 @@ print([(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress])
 
 
 @pytest.fixture
-def kernel(two_ranks: int) -> Iterator[Any]:
+def kernel(two_ranks):
     with kernel_manager() as manager:
         manager.start_kernel()
         client = manager.blocking_client()
@@ -52,11 +50,11 @@ def kernel(two_ranks: int) -> Iterator[Any]:
             client.stop_channels()
 
 
-def execute(client: Any, code: str) -> str:
+def execute(client, code):
     """What a cell prints; an error of it is raised."""
-    said: list[str] = []
+    said = []
 
-    def hear(message: Any) -> None:
+    def hear(message):
         content = message["content"]
         said.append(content.get("text", "") or "\n".join(content.get("traceback", ())))
 
@@ -66,7 +64,7 @@ def execute(client: Any, code: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_a_function_of_a_cell_twice(kernel: Any) -> None:
+def test_a_function_of_a_cell_twice(kernel):
     execute(kernel, TRAIN)
     for _ in range(2):
         execute(kernel, 'run = notebook_launcher(train, (0.1,), engine="xla", view="text")')
@@ -77,7 +75,7 @@ def test_a_function_of_a_cell_twice(kernel: Any) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_an_error_names_the_line_of_the_cell(kernel: Any) -> None:
+def test_an_error_names_the_line_of_the_cell(kernel):
     execute(kernel, "from notebook_accel import notebook_launcher")
     execute(kernel, "def fail(lr):\n    missing = {}\n    return missing[lr]")
     with pytest.raises(AssertionError) as caught:
@@ -87,7 +85,7 @@ def test_an_error_names_the_line_of_the_cell(kernel: Any) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_notebook_for_tpus(kernel: Any) -> None:
+def test_the_notebook_for_tpus(kernel):
     """Its cells after the installation; on the CPU device the engine is not chosen by itself."""
     execute(kernel, "%env NOTEBOOK_ACCEL_ENGINE=xla")
     path = Path(__file__).parents[2] / "notebooks" / "tpu_colab.ipynb"
@@ -101,7 +99,7 @@ def test_the_notebook_for_tpus(kernel: Any) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_cells_of_a_session_are_refused_where_ranks_share_a_process(kernel: Any) -> None:
+def test_cells_of_a_session_are_refused_where_ranks_share_a_process(kernel):
     execute(kernel, "%load_ext notebook_accel\n%env NOTEBOOK_ACCEL_ENGINE=xla")
     with pytest.raises(AssertionError, match="a session needs a process for each rank"):
         execute(kernel, "%%accelerate\nmine = rank")

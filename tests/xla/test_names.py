@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from tests.xla.plain import run
 _IMPORTED = re.compile(r"import_module\('(torch_xla[\w.]*)'\)")
 
 
-def uses(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def uses(tree):
     """A module of torch_xla, and what is read of it, for each place of a file that does so."""
-    modules: dict[str, str] = {}  # by what it is called in the file
+    modules = {}  # by what it is called in the file
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             ours = (one for one in node.names if one.name.split(".")[0] == "torch_xla")
@@ -50,7 +49,7 @@ print(json.dumps([look(*use) for use in json.loads(sys.argv[1])]))
 
 
 @pytest.mark.timeout(300)
-def test_every_name_is_there_and_stays() -> None:
+def test_every_name_is_there_and_stays():
     package = Path(notebook_accel.__file__).parent
     found = {use for path in package.rglob("*.py") for use in uses(ast.parse(path.read_text()))}
     xm = "torch_xla.core.xla_model"

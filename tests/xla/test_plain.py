@@ -1,7 +1,5 @@
 """``Accelerator()`` in plain Python, without a launcher: one rank on torch_xla's CPU device."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.xla.plain import run
@@ -69,7 +67,7 @@ for length in range(1, 13):
 
 
 @pytest.mark.timeout(300)
-def test_all_of_a_loop(tmp_path: Path) -> None:
+def test_all_of_a_loop(tmp_path):
     told = run(SCRIPT, str(tmp_path))
     assert told.stdout.splitlines() == [
         "True xla:0 XLA",
@@ -97,7 +95,7 @@ for asked in ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, {"mixed_precisi
 
 
 @pytest.mark.timeout(300)
-def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_torchrun_are_refused(monkeypatch):
     """To torch_xla each would be alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(AssertionError, match="WORLD_SIZE=2, and xla connects 1"):
@@ -105,18 +103,18 @@ def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_check_of_the_command_line() -> None:
+def test_the_check_of_the_command_line():
     told = run("import sys; from notebook_accel.cli import main; main(sys.argv[1:])", *CHECK)
     assert "all checks passed" in told.stdout
 
 
 @pytest.mark.timeout(300)
-def test_what_torch_xla_does_not_do_says_what_there_is() -> None:
+def test_what_torch_xla_does_not_do_says_what_there_is():
     sharding, precision = run(REFUSED).stdout.splitlines()
     assert "sharding is there by SPMD alone, which excludes xmp.spawn" in sharding
     assert 'use "bf16"' in precision
 
 
-def test_importing_the_package_imports_no_torch_xla() -> None:
+def test_importing_the_package_imports_no_torch_xla():
     told = run("import sys, notebook_accel.notebook.launcher; print('torch_xla' in sys.modules)")
     assert told.stdout.strip() == "False"

@@ -1,7 +1,5 @@
 """Trainings on torch_xla come to what one process on the CPU comes to, on one rank and on two."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from notebook_accel.config import LaunchConfig
 from tests.launches import launch
 from tests.xla.functions import new_model, train
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "sgd": {"kind": "SGD"},
     "adamw": {"kind": "AdamW"},
     "clipped": {"kind": "AdamW", "clips": True},
@@ -19,11 +17,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_all(engine: str, cases: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
+def run_all(engine, cases, **settings):
     """What each rank comes to in all cases, in one launch."""
     model = new_model()
 
-    def train_all() -> dict[str, Any]:
+    def train_all():
         return {name: train(model, **options) for name, options in cases.items()}
 
     config = LaunchConfig(engine=engine, **settings)
@@ -31,12 +29,12 @@ def run_all(engine: str, cases: dict[str, Any], **settings: Any) -> list[dict[st
 
 
 @pytest.fixture(scope="module")
-def twin() -> dict[str, Any]:
+def twin():
     (alone,) = run_all("local", CASES, num_processes=1, devices="cpu")
     return alone
 
 
-def assert_same(ranks: list[dict[str, Any]], twin: dict[str, Any], within: float = 1e-5) -> None:
+def assert_same(ranks, twin, within=1e-5):
     for name, (losses, weights) in twin.items():
         for rank in ranks:
             assert rank[name][0] == pytest.approx(losses, abs=within), name
@@ -46,19 +44,19 @@ def assert_same(ranks: list[dict[str, Any]], twin: dict[str, Any], within: float
 
 
 @pytest.mark.timeout(600)
-def test_one_rank(twin: dict[str, Any]) -> None:
+def test_one_rank(twin):
     assert_same(run_all("xla", CASES), twin)
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks(twin: dict[str, Any], two_ranks: int) -> None:
+def test_two_ranks(twin, two_ranks):
     ranks = run_all("xla", CASES)
     assert len(ranks) == two_ranks
     assert_same(ranks, twin)
 
 
 @pytest.mark.timeout(600)
-def test_bf16(twin: dict[str, Any], two_ranks: int) -> None:
+def test_bf16(twin, two_ranks):
     """Eight bits of a number's twenty-four are left; losses are about 1."""
     ranks = run_all("xla", {"sgd": {"kind": "SGD", "precision": "bf16"}})
     assert_same(ranks, {"sgd": twin["sgd"]}, within=0.03)
