@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import pickle
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +35,7 @@ from tests.training.loading import SizedStream
 from tests.training.single import Told, be
 
 
-def parts() -> tuple[Any, ...]:
+def parts():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -47,7 +45,7 @@ def parts() -> tuple[Any, ...]:
 # ---- arguments
 
 
-def test_old_loader_arguments_are_honoured() -> None:
+def test_old_loader_arguments_are_honoured():
     config = DataLoaderConfiguration(even_batches=False, data_seed=3)
     accelerator = Accelerator(
         cpu=True, dataloader_config=config, split_batches=True, use_seedable_sampler=True
@@ -92,23 +90,23 @@ def test_old_loader_arguments_are_honoured() -> None:
         ({"rng_types": "torch"}, "rng_types='torch': expected a list of names"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_what_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Accelerator(cpu=True, **arguments)
 
 
-def test_it_says_that_it_stays_in_its_process() -> None:
+def test_it_says_that_it_stays_in_its_process():
     with pytest.raises(ConfigError, match="Make one in the process that needs it"):
         pickle.dumps(Accelerator(cpu=True))
 
 
-def test_asking_for_nothing_is_no_mistake_but_a_wrong_name_is() -> None:
+def test_asking_for_nothing_is_no_mistake_but_a_wrong_name_is():
     Accelerator(cpu=True, fsdp_plugin=None, dynamo_backend="no", log_with=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'"):
         Accelerator(cpu=True, mixed_precison="bf16")
 
 
-def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_of_the_code_beats_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
     assert Accelerator(cpu=True).gradient_accumulation_steps == 5
     with pytest.warns(UserWarning, match="steps=2 of the code is used, not the environment's 5"):
@@ -122,12 +120,12 @@ def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("limit", [0, "3"])
-def test_how_many_checkpoints_are_kept_is_a_number(limit: Any) -> None:
+def test_how_many_checkpoints_are_kept_is_a_number(limit):
     with pytest.raises(ConfigError, match=f"limit={limit!r}: expected a whole number, 1 or"):
         ProjectConfiguration(total_limit=limit)
 
 
-def test_a_project_s_folder_may_be_given_twice(tmp_path: Path) -> None:
+def test_a_project_s_folder_may_be_given_twice(tmp_path):
     config = ProjectConfiguration(total_limit=3)
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, project_config=config)
     assert accelerator.project_configuration is config
@@ -137,7 +135,7 @@ def test_a_project_s_folder_may_be_given_twice(tmp_path: Path) -> None:
 # ---- prepare
 
 
-def test_prepare_takes_any_order_and_gives_it_back() -> None:
+def test_prepare_takes_any_order_and_gives_it_back():
     loader, model, optimizer, schedule = parts()
     given = (schedule, "text", loader, optimizer, None, model)
     accelerator = Accelerator(cpu=True)
@@ -155,7 +153,7 @@ def test_prepare_takes_any_order_and_gives_it_back() -> None:
     assert accelerator.prepare_scheduler(schedule) is ready[0]
 
 
-def test_optimizer_states_made_before_stay() -> None:
+def test_optimizer_states_made_before_stay():
     _, model, optimizer, _ = parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
@@ -178,23 +176,23 @@ class _ForeignChild(_Foreign):
 class OwnParts(Accelerator):
     """Brings its own parts of ``prepare``, as subclasses of Accelerate's do."""
 
-    def prepare_model(self, model: Any, device_placement: bool | None = None) -> Any:  # type: ignore[override]
+    def prepare_model(self, model, device_placement=None):
         if self.num_processes == 1:
             return nn.DataParallel(model)
         return DistributedDataParallel(model, find_unused_parameters=True)
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader, *args, **kwargs):
         self.seen = data_loader
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(self, optimizer, device_placement=None):
         own = AcceleratedOptimizer(optimizer, scaler=self.scaler)
         self._optimizers.append(own)
         return own
 
 
-def test_a_subclass_brings_its_own_parts_of_prepare() -> None:
-    accelerator: Any = OwnParts(cpu=True, gradient_accumulation_steps=2)
+def test_a_subclass_brings_its_own_parts_of_prepare():
+    accelerator = OwnParts(cpu=True, gradient_accumulation_steps=2)
     accelerator.prepare_scheduler = lambda scheduler: scheduler
     given = parts()
     loader, model, optimizer, schedule = accelerator.prepare(*given)
@@ -212,34 +210,34 @@ def test_a_subclass_brings_its_own_parts_of_prepare() -> None:
     assert optimizer.num_steps == 2
 
 
-def test_a_block_that_names_an_optimizer_too_accumulates() -> None:
+def test_a_block_that_names_an_optimizer_too_accumulates():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     _, model, optimizer, _ = accelerator.prepare(*parts())
     for synchronises in (False, True):
-        with accelerator.accumulate([model], optimizer, nn.functional.mse_loss):  # type: ignore[arg-type]
+        with accelerator.accumulate([model], optimizer, nn.functional.mse_loss):
             assert accelerator.sync_gradients is synchronises
 
 
-def test_a_block_takes_models_however_they_are_listed() -> None:
+def test_a_block_takes_models_however_they_are_listed():
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    waiting: list[nn.Module] = []
+    waiting = []
 
-    def sync(model: nn.Module, _: bool) -> Any:
+    def sync(model, _):
         waiting.append(model)
         return contextlib.nullcontext()
 
     for listed in (models, set(models), dict(enumerate(models)).values(), iter(models)):
         waiting.clear()
-        with window(Accumulation(GradientAccumulationPlugin(num_steps=2)), [listed], sync):  # type: ignore[list-item]
+        with window(Accumulation(GradientAccumulationPlugin(num_steps=2)), [listed], sync):
             assert set(waiting) == set(models)
 
 
-def test_an_object_of_another_framework_is_named() -> None:
+def test_an_object_of_another_framework_is_named():
     with pytest.raises(TypeError, match="_ForeignChild of keras"):
         Accelerator(cpu=True).prepare(nn.Linear(1, 1), _ForeignChild())
 
 
-def test_placement_is_one_entry_an_object() -> None:
+def test_placement_is_one_entry_an_object():
     accelerator = Accelerator(cpu=True)
     loader, model, *_ = accelerator.prepare(*parts(), device_placement=[False] * 4)
     assert loader.device is None
@@ -247,10 +245,10 @@ def test_placement_is_one_entry_an_object() -> None:
         accelerator.prepare(model, loader, device_placement=[True])
     for flag in (True, False):
         with pytest.raises(ConfigError, match=rf"device_placement={flag}\): expected a list"):
-            accelerator.prepare(model, loader, device_placement=flag)  # type: ignore[arg-type]
+            accelerator.prepare(model, loader, device_placement=flag)
 
 
-def test_what_was_prepared_goes_with_its_accelerator() -> None:
+def test_what_was_prepared_goes_with_its_accelerator():
     """Workers that stay are collected in a cycle after 5 s each: torch joins them in vain there."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     _, model, optimizer, schedule = parts()
@@ -266,7 +264,7 @@ def test_what_was_prepared_goes_with_its_accelerator() -> None:
         gc.enable()
 
 
-def test_free_memory_forgets_everything() -> None:
+def test_free_memory_forgets_everything():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader, model, optimizer, _ = accelerator.prepare(*parts())
     with accelerator.accumulate(model):
@@ -282,7 +280,7 @@ def test_free_memory_forgets_everything() -> None:
 # ---- reports
 
 
-def test_what_is_logged_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_logged_reaches_the_run(monkeypatch):
     told = Told()
     be(told, monkeypatch)
     accelerator = Accelerator(cpu=True)
@@ -311,7 +309,7 @@ def test_what_is_logged_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None
     accelerator.end_training()
 
 
-def test_progress_gives_the_items(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_gives_the_items(capsys):
     accelerator = Accelerator(cpu=True)
     assert list(accelerator.progress(iter("ab"), desc="letters", total=2)) == ["a", "b"]
     assert "letters: 100%" in capsys.readouterr().err
@@ -320,7 +318,7 @@ def test_progress_gives_the_items(capsys: pytest.CaptureFixture[str]) -> None:
     assert accelerator.should_stop is False
 
 
-def profiled(folder: str) -> int:
+def profiled(folder):
     """A schedule that records the last two of four steps."""
     options = ProfileKwargs(
         activities=["cpu"],
@@ -336,7 +334,7 @@ def profiled(folder: str) -> int:
     return accelerator.process_index
 
 
-def test_a_profile_of_each_rank_shows_a_table(tmp_path: Path) -> None:
+def test_a_profile_of_each_rank_shows_a_table(tmp_path):
     run = notebook_launcher(profiled, (str(tmp_path),), num_processes=2, view="none")
     for rank in run:
         trace = tmp_path / f"profile_{rank}.json"
@@ -352,11 +350,11 @@ def test_a_profile_of_each_rank_shows_a_table(tmp_path: Path) -> None:
 # ---- many ranks
 
 
-def together() -> dict[str, Any]:
+def together():
     """What ranks do with each other."""
     accelerator = Accelerator(cpu=True)
     me = accelerator.process_index
-    found: dict[str, Any] = {}
+    found = {}
     mine = torch.tensor([float(me), 10.0])
     found["gather"] = accelerator.gather({"x": mine})["x"].tolist()
     found["sum"] = accelerator.reduce(mine).tolist()
@@ -374,7 +372,7 @@ def together() -> dict[str, Any]:
     return found
 
 
-def test_ranks_share_what_they_have() -> None:
+def test_ranks_share_what_they_have():
     first, second = run_ranks(together, 2)
     both = {
         "gather": [0.0, 10.0, 1.0, 10.0],
@@ -391,17 +389,17 @@ def test_ranks_share_what_they_have() -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(3, 3, bias=False)
         self.b = nn.Linear(3, 3, bias=False)
         self.b.weight = self.a.weight
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(inputs))  # type: ignore[no-any-return]
+    def forward(self, inputs):
+        return self.b(self.a(inputs))
 
 
-def data_parallel() -> dict[str, Any]:
+def data_parallel():
     """How models are wrapped, and when their gradients are exchanged."""
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook="fp16")
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
@@ -409,10 +407,7 @@ def data_parallel() -> dict[str, Any]:
     torch.manual_seed(me)
     inner = Tied()
     model = accelerator.prepare(inner)
-    found: dict[str, Any] = {
-        "type": type(model).__name__,
-        "inner": accelerator.unwrap_model(model) is inner,
-    }
+    found = {"type": type(model).__name__, "inner": accelerator.unwrap_model(model) is inner}
     found["tied"] = inner.b.weight is inner.a.weight
     found["view"] = model.gradient_as_bucket_view
     found["same start"] = accelerator.gather(inner.a.weight.detach()[:1]).tolist()
@@ -426,7 +421,7 @@ def data_parallel() -> dict[str, Any]:
     found["wrapped keys"] = sorted(accelerator.get_state_dict(model, unwrap=False))
     inputs = torch.full((1, 3), float(me + 1))
 
-    def exchanged() -> bool:
+    def exchanged():
         weight = inner.a.weight.grad
         assert weight is not None
         low, high = accelerator.gather(weight.sum().reshape(1)).tolist()
@@ -461,7 +456,7 @@ def data_parallel() -> dict[str, Any]:
     return found
 
 
-def joins(accelerator: Accelerator, model: Any, frozen: Any) -> dict[str, Any]:
+def joins(accelerator, model, frozen):
     """Batches of a rank while models are joined, and what is told of loaders that stay even."""
     batches = BatchSampler(SequentialSampler(range(3)), 1, drop_last=False)
     own, stream, read = accelerator.prepare(
@@ -479,7 +474,7 @@ def joins(accelerator: Accelerator, model: Any, frozen: Any) -> dict[str, Any]:
     return {**found, "told": [str(one.message) for one in told]}
 
 
-def test_models_of_several_ranks() -> None:
+def test_models_of_several_ranks():
     first, second = run_ranks(data_parallel, 2)
     assert (first.pop("uneven"), second.pop("uneven")) == ((2, 2), (1, 2))
     assert (first.pop("joined"), second.pop("joined")) == ([2, 2, 2], [1, 2, 1])
@@ -514,13 +509,13 @@ def test_models_of_several_ranks() -> None:
         }
 
 
-def test_a_model_that_is_spread_already_is_refused_on_several_ranks_unless_asked_for() -> None:
+def test_a_model_that_is_spread_already_is_refused_on_several_ranks_unless_asked_for():
     assert run_ranks(refuse_spread, 2) == ["DistributedDataParallel"] * 2
 
 
-def refuse_spread() -> str:
+def refuse_spread():
     model = nn.Linear(1, 1)
-    model.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]
+    model.hf_device_map = {"a": 0, "b": 1}
     with pytest.raises(ConfigError, match=r"spread over 2 devices \(device_map\) and there are 2 "):
         Accelerator(cpu=True).prepare(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -529,7 +524,7 @@ def refuse_spread() -> str:
 
 
 @pytest.mark.gpu
-def test_everything_is_put_on_the_gpu_unless_told_not_to() -> None:
+def test_everything_is_put_on_the_gpu_unless_told_not_to():
     accelerator = Accelerator()
     loader, model, *_ = accelerator.prepare(*parts())
     assert {weight.device for weight in model.parameters()} == {accelerator.device}
@@ -539,7 +534,7 @@ def test_everything_is_put_on_the_gpu_unless_told_not_to() -> None:
     assert next(model.parameters()).device.type == next(iter(loader)).device.type == "cpu"
 
 
-def test_a_knob_keeps_its_type_and_range() -> None:
+def test_a_knob_keeps_its_type_and_range():
     accelerator = Accelerator(cpu=True)
     knob = accelerator.knob("rate", 0.1, low=0.0)
     assert accelerator.knob("rate", 0.2, low=0.0) is knob

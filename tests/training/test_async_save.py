@@ -6,7 +6,6 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +26,12 @@ from tests.waiting import eventually
 
 
 @pytest.fixture
-def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def held_back(tmp_path, monkeypatch):
     """Whoever writes in the background waits until this file is there."""
     gate = tmp_path / "gate"
     plain = files.write_prepared
 
-    def write(*args: Any) -> Any:
+    def write(*args):
         eventually(gate.exists, within=20, what="the test opens the gate")
         return plain(*args)
 
@@ -40,7 +39,7 @@ def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return gate
 
 
-def test_what_is_written_is_what_was_there_at_the_call(held_back: Path, tmp_path: Path) -> None:
+def test_what_is_written_is_what_was_there_at_the_call(held_back, tmp_path):
     parts = setup()
     step(*parts)
     folder = tmp_path / "state"
@@ -59,7 +58,7 @@ def test_what_is_written_is_what_was_there_at_the_call(held_back: Path, tmp_path
     assert resumed[1].head.weight is resumed[1].embed.weight
 
 
-def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path):
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
     parts = setup(project)
     names = []
@@ -77,13 +76,11 @@ def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path: Path) -> No
 
 
 class Unsafe(Counter):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"count": nn.Linear(1, 1)}
 
 
-def test_what_could_not_be_written_is_told_at_once_and_raised_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_written_is_told_at_once_and_raised_next(tmp_path, monkeypatch):
     # No room for temporary files is needed for it.
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     folder = tmp_path / "state"
@@ -109,7 +106,7 @@ def test_what_could_not_be_written_is_told_at_once_and_raised_next(
     assert os.listdir(tmp_path) == ["state"], "the one before is there, and nothing else"
 
 
-def test_tensors_that_processes_share_are_copied(held_back: Path, tmp_path: Path) -> None:
+def test_tensors_that_processes_share_are_copied(held_back, tmp_path):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 2).share_memory()
     model = accelerator.prepare(model)
@@ -122,7 +119,7 @@ def test_tensors_that_processes_share_are_copied(held_back: Path, tmp_path: Path
         assert torch.equal(model.weight, expected)
 
 
-def test_a_script_ends_once_its_checkpoint_is_there(tmp_path: Path) -> None:
+def test_a_script_ends_once_its_checkpoint_is_there(tmp_path):
     script = """
         import sys, torch
         from notebook_accel import Accelerator
@@ -135,7 +132,7 @@ def test_a_script_ends_once_its_checkpoint_is_there(tmp_path: Path) -> None:
     assert "model.safetensors" in os.listdir(tmp_path / "state")
 
 
-def train(folder: str, fails: bool) -> float:
+def train(folder, fails):
     """A launched function that leaves the end of its save to the launcher."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(300, 300))
@@ -145,7 +142,7 @@ def train(folder: str, fails: bool) -> float:
     return float(model.module.weight.detach().sum())
 
 
-def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path: Path) -> None:
+def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path):
     run = notebook_launcher(train, (str(tmp_path / "a"), False), num_processes=2, view="none")
     assert len(set(run.results)) == 1
     assert "random_states_1.pkl" in os.listdir(tmp_path / "a")
@@ -157,7 +154,7 @@ def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def train_all(folder: str, is_async: bool, stop: int) -> dict[str | None, dict[str, float]]:
+def train_all(folder, is_async, stop):
     """Save after each step; the first three alone where nobody goes on from there."""
     return {
         mesh: resuming.train(
@@ -176,7 +173,7 @@ SPREAD = (None, "fsdp, blocks", "tensor", "1F1B")
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[Any, Any]]]]:
+def written(tmp_path_factory):
     """Where ranks have saved, and what each saw: of a training that saves as it goes; of one that
     saves in the background and stops; and of one that goes on from there."""
     root = tmp_path_factory.mktemp("spread")
@@ -189,7 +186,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[d
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mesh", SPREAD)
-def test_ranks_write_while_they_train(mesh: str | None, written: tuple[Path, list[Any]]) -> None:
+def test_ranks_write_while_they_train(mesh, written):
     skip_unless_it_runs(mesh)
     root, seen = written
     for whole, first, rest in zip(*seen, strict=True):

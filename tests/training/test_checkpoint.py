@@ -13,7 +13,7 @@ import uuid
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -46,32 +46,31 @@ FILES = {
 class Tied(nn.Module):
     """Two names for one weight, and a buffer that is a part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(6, 4)
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("part", self.embed.weight.detach()[:2])
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.embed(ids))
-        return out
+    def forward(self, ids):
+        return self.head(self.embed(ids))
 
 
 class Counter:
     """Something of the user's that has a state."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = np.float64(0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.count = state["count"]
 
 
-def setup(project: ProjectConfiguration | None = None, **settings: Any) -> tuple[Any, ...]:
+def setup(project=None, **settings):
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", project_config=project, **settings)
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -82,7 +81,7 @@ def setup(project: ProjectConfiguration | None = None, **settings: Any) -> tuple
     return accelerator, model, optimizer, schedule, counter
 
 
-def step(accelerator: Any, model: Any, optimizer: Any, schedule: Any, counter: Any) -> None:
+def step(accelerator, model, optimizer, schedule, counter):
     accelerator.backward(model(torch.randint(6, (3,))).square().mean())
     optimizer.step()
     schedule.step()
@@ -90,13 +89,13 @@ def step(accelerator: Any, model: Any, optimizer: Any, schedule: Any, counter: A
     counter.count += random.random() + np.random.rand()
 
 
-def state_of(accelerator: Any, model: Any, optimizer: Any, schedule: Any, counter: Any) -> str:
+def state_of(accelerator, model, optimizer, schedule, counter):
     parts = [model.state_dict(), optimizer.state_dict(), schedule.state_dict(), counter.count]
     return repr([*parts, accelerator.scaler.state_dict()])
 
 
-def test_each_optimizer_has_its_own_number_of_steps_back(tmp_path: Path) -> None:
-    def parts() -> tuple[Any, list[Any]]:
+def test_each_optimizer_has_its_own_number_of_steps_back(tmp_path):
+    def parts():
         accelerator = Accelerator(cpu=True)
         models = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -112,7 +111,7 @@ def test_each_optimizer_has_its_own_number_of_steps_back(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_training_goes_on_as_if_it_had_not_stopped(safe: bool, tmp_path: Path) -> None:
+def test_training_goes_on_as_if_it_had_not_stopped(safe, tmp_path):
     whole = setup()
     step(*whole)
     folder = tmp_path / "new" / "state"
@@ -131,9 +130,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(safe: bool, tmp_path: Path) -
     assert resumed[1].head.weight is resumed[1].embed.weight
 
 
-def test_a_state_that_is_there_is_replaced_in_one_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_is_there_is_replaced_in_one_step(tmp_path, monkeypatch):
     parts = setup()
     folder = tmp_path / "state"
     parts[0].save_state(folder)
@@ -144,7 +141,7 @@ def test_a_state_that_is_there_is_replaced_in_one_step(
     step(*parts)
     before = load_file(folder / "model.safetensors")
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
@@ -161,11 +158,11 @@ def test_a_state_that_is_there_is_replaced_in_one_step(
     assert os.listdir(tmp_path) == ["state"]
 
 
-def numbered(folder: Path, **settings: Any) -> ProjectConfiguration:
+def numbered(folder, **settings):
     return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **settings)
 
 
-def test_numbers_go_on_after_a_resume_and_old_ones_go_after_the_write(tmp_path: Path) -> None:
+def test_numbers_go_on_after_a_resume_and_old_ones_go_after_the_write(tmp_path):
     parts = setup(numbered(tmp_path, total_limit=2))
     names = [Path(parts[0].save_state()).name for _ in range(11)]
     assert names == [f"checkpoint_{number}" for number in range(11)]
@@ -185,7 +182,7 @@ def test_numbers_go_on_after_a_resume_and_old_ones_go_after_the_write(tmp_path: 
     assert fresh[0].save_state(tmp_path / "named") == str(tmp_path / "named")
 
 
-def test_what_cannot_be_loaded_says_what_there_is(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_says_what_there_is(tmp_path):
     accelerator, model, *_ = setup()
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*which is not there"):
         accelerator.load_state(tmp_path / "missing")
@@ -209,7 +206,7 @@ def test_what_cannot_be_loaded_says_what_there_is(tmp_path: Path) -> None:
         accelerator.register_for_checkpointing(1, model, [])
 
 
-def test_states_of_fewer_ranks_and_other_precisions_load_with_a_word(tmp_path: Path) -> None:
+def test_states_of_fewer_ranks_and_other_precisions_load_with_a_word(tmp_path):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Tied())
     accelerator.save_state(tmp_path / "state")
@@ -224,15 +221,15 @@ def test_states_of_fewer_ranks_and_other_precisions_load_with_a_word(tmp_path: P
     assert "no random states for rank 0" in told
 
 
-def test_hooks_take_over_weights_and_can_be_removed(tmp_path: Path) -> None:
+def test_hooks_take_over_weights_and_can_be_removed(tmp_path):
     accelerator, model, *_ = setup()
-    seen: list[Any] = []
+    seen = []
 
-    def on_save(models: list[Any], states: list[Any], folder: str) -> None:
+    def on_save(models, states, folder):
         seen.append((models, len(states)))
         torch.save(states.pop(), Path(folder) / "own.bin")
 
-    def on_load(models: list[Any], folder: str) -> None:
+    def on_load(models, folder):
         seen.append(models.pop())
         assert (Path(folder) / "own.bin").exists()
 
@@ -252,13 +249,11 @@ def test_hooks_take_over_weights_and_can_be_removed(tmp_path: Path) -> None:
 
 
 class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return (os.mkdir, ("evil",))
 
 
-def test_files_run_no_code_when_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_run_no_code_when_they_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator, _, _, _, counter = setup()
     accelerator.save_state("state")
@@ -295,7 +290,7 @@ class Pair(NamedTuple):
     b: int
 
 
-COMMON: dict[str, Any] = {
+COMMON = {
     "datetime": dt.datetime.now(dt.timezone.utc),
     "time": dt.timedelta(seconds=1),
     "path": Path("a/b"),
@@ -322,13 +317,13 @@ COMMON: dict[str, Any] = {
 }
 
 
-def test_states_of_common_types_come_back(tmp_path: Path) -> None:
+def test_states_of_common_types_come_back(tmp_path):
     accelerator, _, _, _, counter = setup()
     counter.count = COMMON
     accelerator.save_state(tmp_path / "state")
     resumed = setup()
     resumed[0].load_state(tmp_path / "state")
-    loaded: Any = resumed[4].count
+    loaded = resumed[4].count
     assert {k: type(v) for k, v in loaded.items()} == {k: type(v) for k, v in COMMON.items()}
     assert {k: repr(v) for k, v in loaded.items()} == {k: repr(v) for k, v in COMMON.items()}
 
@@ -337,7 +332,7 @@ class Trusted:
     value = 3
 
 
-def test_what_would_not_be_read_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_what_would_not_be_read_is_refused_when_it_is_saved(tmp_path):
     accelerator, _, _, _, counter = setup()
     accelerator.save_state(tmp_path / "state")
     for value, told in [
@@ -360,7 +355,7 @@ def test_what_would_not_be_read_is_refused_when_it_is_saved(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", sorted(FILES))
 @pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
-def test_a_broken_file_is_named(name: str, damage: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_named(name, damage, tmp_path):
     parts = setup()
     parts[0].save_state(tmp_path / "state")
     path = tmp_path / "state" / name
@@ -372,7 +367,7 @@ def test_a_broken_file_is_named(name: str, damage: str, tmp_path: Path) -> None:
         parts[0].load_state(tmp_path / "state")
 
 
-def test_save_writes_whole_files(tmp_path: Path) -> None:
+def test_save_writes_whole_files(tmp_path):
     accelerator = Accelerator(cpu=True)
     path = tmp_path / "weights.bin"
     accelerator.save({"w": torch.ones(2)}, path)
@@ -387,7 +382,7 @@ def test_save_writes_whole_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["open.bin", "w.safetensors", "weights.bin"]
 
 
-def test_a_model_is_saved_in_pieces_of_a_limited_size(tmp_path: Path) -> None:
+def test_a_model_is_saved_in_pieces_of_a_limited_size(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
     accelerator.save_model(model, tmp_path / "m", max_shard_size="0.3 kb")
@@ -406,10 +401,10 @@ def test_a_model_is_saved_in_pieces_of_a_limited_size(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "m")) == ["pytorch_model.bin", "tokenizer.json"]
     for size in ("much", None):
         with pytest.raises(ConfigError, match=f"max_shard_size={size!r}"):
-            accelerator.save_model(model, tmp_path / "m", max_shard_size=size)  # type: ignore[arg-type]
+            accelerator.save_model(model, tmp_path / "m", max_shard_size=size)
 
 
-def save_and_load(folder: str) -> dict[str, Any]:
+def save_and_load(folder):
     accelerator = Accelerator(cpu=True, project_config=numbered(Path(folder), total_limit=1))
     torch.manual_seed(accelerator.process_index)
     random.seed(accelerator.process_index)
@@ -431,7 +426,7 @@ def save_and_load(folder: str) -> dict[str, Any]:
     }
 
 
-def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
+def test_ranks_write_one_checkpoint_together(tmp_path):
     first, second = run_ranks(save_and_load, 2, str(tmp_path))
     assert first["paths"] == ["checkpoint_0", "checkpoint_1"]
     assert first["there"] == ["checkpoint_1"]
@@ -449,13 +444,13 @@ def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
 class Side:
     """A training under one of the two libraries, and what its rank drew after it was saved."""
 
-    def __init__(self, accelerator: Any, seed: int) -> None:
+    def __init__(self, accelerator, seed):
         self.accelerator = accelerator
         torch.manual_seed(seed)
         models = [nn.Linear(2, 2), nn.Linear(2, 1)]
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
         schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 1)
-        loader = DataLoader(range(8), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        loader = DataLoader(range(8), batch_size=2, shuffle=True)
         prepared = accelerator.prepare(*models, *optimizers, schedule, loader)
         self.parts, self.counter = prepared[:5], Counter()
         accelerator.register_for_checkpointing(self.counter)
@@ -467,25 +462,25 @@ class Side:
         for begin in (random.seed, np.random.seed, torch.manual_seed):
             begin(seed + accelerator.process_index)
 
-    def save(self, folder: str, safe: bool) -> None:
+    def save(self, folder, safe):
         self.accelerator.save_state(folder, safe_serialization=safe)
         self.accelerator.wait_for_everyone()
         self.state, self.drawn = self.now(), self.draw()
 
-    def now(self) -> str:
+    def now(self):
         states = [part.state_dict() for part in self.parts]
         return repr([*states, self.counter.count, self.accelerator.scaler.state_dict()])
 
-    def draw(self) -> tuple[float, ...]:
+    def draw(self):
         return random.random(), np.random.rand(), float(torch.rand(()))
 
 
-def exchange_checkpoints(folder: str) -> list[str]:
+def exchange_checkpoints(folder):
     """What was saved under either library is loaded under the other; gives what ours told."""
     from accelerate import Accelerator as Peer
 
     scaler = {"init_scale": 2.0**10, "growth_interval": 1}
-    lines: list[str] = []
+    lines = []
     for safe in (True, False):
         peer = Peer(cpu=True)
         # On a CPU it makes none, and reads and writes what there is.
@@ -511,7 +506,7 @@ def exchange_checkpoints(folder: str) -> list[str]:
     return lines
 
 
-def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path: Path) -> None:
+def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path):
     told, told_there = run_ranks(exchange_checkpoints, 2, str(tmp_path))
     (line,) = told
     assert "Accelerate keeps them (dl_state_dict.bin), and they are not read" in line
@@ -521,13 +516,13 @@ def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path: Path)
             assert len([*(tmp_path / str(safe) / written).glob(names)]) == 2
 
 
-def test_a_load_leaves_nothing_of_the_window_before(tmp_path: Path) -> None:
+def test_a_load_leaves_nothing_of_the_window_before(tmp_path):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model: Any = nn.Linear(2, 1)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    def batch(value: float) -> None:
+    def batch(value):
         with accelerator.accumulate(model):
             optimizer.zero_grad()
             accelerator.backward(model(torch.full((1, 2), value)).sum())
@@ -547,7 +542,7 @@ def test_a_load_leaves_nothing_of_the_window_before(tmp_path: Path) -> None:
     assert model.weight.grad is None
 
 
-def test_a_home_is_found_for_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_is_found_for_every_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     parts = setup(numbered(Path("~/runs")))
     parts[0].save_state("~/state")
@@ -557,7 +552,7 @@ def test_a_home_is_found_for_every_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(os.listdir(tmp_path)) == ["runs", "state"]
 
 
-def test_states_that_nothing_was_registered_for_are_told(tmp_path: Path) -> None:
+def test_states_that_nothing_was_registered_for_are_told(tmp_path):
     parts = setup()
     parts[0].register_for_checkpointing(Counter())
     parts[0].save_state(tmp_path / "state")
@@ -570,11 +565,9 @@ def test_states_that_nothing_was_registered_for_are_told(tmp_path: Path) -> None
             load()
 
 
-def test_a_device_takes_its_own_of_the_random_states_of_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_takes_its_own_of_the_random_states_of_all(monkeypatch):
     """As Accelerate writes them on GPUs: a list."""
-    seen: list[tuple[str, int]] = []
+    seen = []
     kind = SimpleNamespace(set_rng_state=lambda state, device: seen.append((state, device.index)))
     monkeypatch.setattr(torch, "get_device_module", lambda device: kind)
     host = get_random_states(torch.device("cpu"))

@@ -48,14 +48,14 @@ class Encoding(UserDict):
 
     note = "kept"
 
-    def to(self, device: Any) -> Encoding:
+    def to(self, device):
         return Encoding({key: value.to(device) for key, value in self.items()})
 
 
 # On ranks. Each function is one start of processes, and returns what the test looks at.
 
 
-def gathers() -> dict[str, Any]:
+def gathers():
     rank = collectives.this_rank()
     size = collectives.num_ranks()
     both = torch.arange(6).reshape(2, 3) + 100 * rank
@@ -82,11 +82,11 @@ def gathers() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gathered() -> list[dict[str, Any]]:
+def gathered():
     return run_ranks(gathers, 3)
 
 
-def test_tensors_of_all_ranks(gathered: list[dict[str, Any]]) -> None:
+def test_tensors_of_all_ranks(gathered):
     one = torch.arange(6).reshape(2, 3)
     joined = torch.cat([one, one + 100, one + 200])
     for got in gathered:
@@ -105,14 +105,14 @@ def test_tensors_of_all_ranks(gathered: list[dict[str, Any]]) -> None:
         assert torch.equal(pair.right[0], joined)
 
 
-def test_types_that_backends_refuse_travel_too(gathered: list[dict[str, Any]]) -> None:
+def test_types_that_backends_refuse_travel_too(gathered):
     for got in gathered:
         booleans, *others = got["kinds"]
         assert booleans.tolist() == [0, 1, 1, 1, 1, 1]
         assert [each.tolist() for each in others] == [[0, 1, 1, 1, 2, 1]] * 4
 
 
-def test_objects_of_all_ranks(gathered: list[dict[str, Any]]) -> None:
+def test_objects_of_all_ranks(gathered):
     for got in gathered:
         assert got["objects"] == [
             "r0", {"rank": 0}, "r1", {"rank": 1}, "r2", {"rank": 2},
@@ -122,14 +122,14 @@ def test_objects_of_all_ranks(gathered: list[dict[str, Any]]) -> None:
         assert got["named"] == [Pair(0, 0), Pair(1, 0), Pair(2, 0)]
 
 
-def test_rows_of_ranks_that_have_more_or_fewer(gathered: list[dict[str, Any]]) -> None:
+def test_rows_of_ranks_that_have_more_or_fewer(gathered):
     for got in gathered:
         rows, other = got["ragged"]
         assert rows.tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
         assert other.shape == (6,)
 
 
-def combines() -> dict[str, Any]:
+def combines():
     rank = collectives.this_rank()
     mine = torch.tensor([1.0, 10.0]) * (rank + 1)
     sent = {"x": torch.full((2, 2), rank).t(), "y": torch.tensor(rank)}
@@ -156,7 +156,7 @@ def combines() -> dict[str, Any]:
     }
 
 
-def test_combining() -> None:
+def test_combining():
     for rank, got in enumerate(run_ranks(combines, 2)):
         assert got["sum"].tolist() == [3, 30]
         assert got["mean"].tolist() == [1.5, 15]
@@ -177,19 +177,19 @@ def test_combining() -> None:
         assert got["no such dimension"].tolist() == [1, 1]
 
 
-def refused(operation: Any, *args: Any, **kwargs: Any) -> str:
+def refused(operation, *args, **kwargs):
     with pytest.raises(DistributedOperationException) as caught:
         operation(*args, **kwargs)
     return str(caught.value)
 
 
-def compares_in_debug_mode() -> dict[str, str]:
+def compares_in_debug_mode():
     os.environ["ACCELERATE_DEBUG_MODE"] = "true"
     rank = collectives.this_rank()
     odd = rank == 1
     shapes = {"a": torch.zeros(2 + odd, 3), "b": torch.zeros(())}
     kind = torch.float64 if odd else torch.float32
-    loader = prepare(DataLoader(range(3), batch_size=1), rank, 3)  # type: ignore[arg-type]
+    loader = prepare(DataLoader(range(3), batch_size=1), rank, 3)
     with_loop = [refused(gather_for_metrics, torch.zeros(1, 1 + odd)) for _ in loader]
     found = {
         **{
@@ -219,7 +219,7 @@ def compares_in_debug_mode() -> dict[str, str]:
     return found
 
 
-def test_debug_mode_names_the_ranks_that_differ() -> None:
+def test_debug_mode_names_the_ranks_that_differ():
     results = run_ranks(compares_in_debug_mode, 3)
     assert results[0] == results[1] == results[2], "it is raised on every rank"
     (found, *_) = results
@@ -238,12 +238,12 @@ def test_debug_mode_names_the_ranks_that_differ() -> None:
     assert "rank 1: str" in found["objects"]
 
 
-def mixes_up() -> None:
+def mixes_up():
     accelerator = Accelerator(cpu=True)
     accelerator.gather(torch.zeros(2 + accelerator.process_index, 3))
 
 
-def test_without_it_the_error_names_the_mode() -> None:
+def test_without_it_the_error_names_the_mode():
     with pytest.raises(WorkerError, match="debug=True, which compares") as caught:
         notebook_launcher(mixes_up, num_processes=2, view="none")
     assert caught.value.signal == "SIGABRT"
@@ -252,24 +252,24 @@ def test_without_it_the_error_names_the_mode() -> None:
     assert caught.value.ranks == [0, 1]
 
 
-def uneven_elsewhere() -> str:
+def uneven_elsewhere():
     with pytest.raises(ValueError, match="pad_across_processes") as caught:
         gather_ragged([torch.zeros(1, 2 + collectives.this_rank())])
     return str(caught.value)
 
 
-def test_ragged_tensors_differ_in_their_first_dimension_alone() -> None:
+def test_ragged_tensors_differ_in_their_first_dimension_alone():
     for text in run_ranks(uneven_elsewhere, 2):
         assert "rank 0: [0] float32 (any, 2)\n  rank 1: [0] float32 (any, 3)" in text
 
 
-def raises_on_one_rank() -> None:
+def raises_on_one_rank():
     if collectives.this_rank() == 1:
         raise OSError("this one")
     topology.barrier()
 
 
-def test_the_harness_tells_of_a_failed_rank() -> None:
+def test_the_harness_tells_of_a_failed_rank():
     with pytest.raises(RankError, match=r"(?s)rank 0: .*rank 1: .*OSError: this one"):
         run_ranks(raises_on_one_rank, 2)
 
@@ -286,9 +286,7 @@ def test_the_harness_tells_of_a_failed_rank() -> None:
         ("cpu:gloo,cuda:nccl", "xpu:0", "cpu"),
     ],
 )
-def test_tensors_travel_where_the_backend_carries_them(
-    backends: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_travel_where_the_backend_carries_them(backends, device, expected, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     assert collectives.transport_device(torch.device(device)) == torch.device(expected)
 
@@ -296,7 +294,7 @@ def test_tensors_travel_where_the_backend_carries_them(
 # In a world of one.
 
 
-def test_alone() -> None:
+def test_alone():
     tensor = torch.tensor([1.0, 2.0])
     assert gather(tensor) is tensor
     assert gather(torch.tensor(3.0)).shape == (1,)
@@ -312,20 +310,20 @@ def test_alone() -> None:
 
 
 @pytest.mark.parametrize("function", [gather, broadcast, reduce, pad_across_processes])
-def test_what_is_no_tensor_is_refused_by_name(function: Any) -> None:
+def test_what_is_no_tensor_is_refused_by_name(function):
     with pytest.raises(
         TypeError, match=rf"{function.__name__.split('_')[0]}.*a str \('label'\).*gather_object"
     ):
         function({"a": torch.zeros(1), "b": ["label"]})
 
 
-def test_an_unknown_reduction_is_refused() -> None:
+def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="reduction='average': expected one of 'sum', 'mean'"):
         reduce(torch.zeros(1), "average")
 
 
-def test_structures_keep_their_types() -> None:
-    counts: Any = defaultdict(list, a=torch.ones(1))
+def test_structures_keep_their_types():
+    counts = defaultdict(list, a=torch.ones(1))
     data = {
         "named": Pair(torch.ones(1), "text"),
         "ordered": OrderedDict(a=torch.ones(1)),
@@ -346,7 +344,7 @@ def test_structures_keep_their_types() -> None:
     assert [data["default"]["a"], data["own"]["ids"]] == [1, 1], "the input was changed"
 
 
-def test_putting_on_a_device() -> None:
+def test_putting_on_a_device():
     meta = torch.device("meta")
     thing = object()
     data = [torch.ones(2), (torch.ones(1), "text"), Encoding(ids=torch.ones(3)), thing]
@@ -359,7 +357,7 @@ def test_putting_on_a_device() -> None:
     assert (kept["a"].device.type, kept["b"].device.type) == ("cpu", "meta")
 
 
-def test_looking_into_structures() -> None:
+def test_looking_into_structures():
     data = {"n": 3, "loss": torch.tensor(1.0), "x": [torch.zeros(5, 2)]}
     assert find_batch_size(data) == 5
     assert find_batch_size({"n": 3}) is None
@@ -370,21 +368,21 @@ def test_looking_into_structures() -> None:
 class Table:
     """As a dataset of Hugging Face's."""
 
-    def __init__(self, rows: list[int]) -> None:
+    def __init__(self, rows):
         self.rows = rows
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def select(self, indices: Any) -> Table:
+    def select(self, indices):
         return Table([self.rows[index] for index in indices])
 
 
-def parts(inputs: Any, count: int, padding: bool = False) -> list[Any]:
+def parts(inputs, count, padding=False):
     return [split_between(inputs, count, index, padding) for index in range(count)]
 
 
-def test_dividing_what_everybody_has() -> None:
+def test_dividing_what_everybody_has():
     assert parts([1, 2, 3], 2) == [[1, 2], [3]]
     assert parts([1, 2, 3], 2, padding=True) == [[1, 2], [3, 3]]
     assert parts((1, 2, 3), 2, padding=True) == [(1, 2), (3, 3)]
@@ -400,7 +398,7 @@ def test_dividing_what_everybody_has() -> None:
     assert [each.rows for each in parts(Table([4, 5, 6]), 2, padding=True)] == [[4, 5], [6, 6]]
 
 
-def test_dividing_a_dict_leaves_it_as_it_was() -> None:
+def test_dividing_a_dict_leaves_it_as_it_was():
     given = {"a": [1, 2, 3], "b": torch.arange(3)}
     first, second = parts(given, 2)
     assert (first["a"], first["b"].tolist()) == ([1, 2], [0, 1])

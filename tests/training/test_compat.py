@@ -3,9 +3,7 @@
 import logging
 import os
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import accelerate
 import pytest
@@ -14,12 +12,11 @@ from accelerate.logging import get_logger as peer_get_logger
 
 import notebook_accel
 from notebook_accel.rank import this_rank
-from notebook_accel.training.processes.logs import MultiProcessAdapter
 from tests.training.harness import run_ranks
 from tests.training.single import be
 
 
-def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
+def test_a_basic_config_is_written_once(tmp_path):
     from notebook_accel.utils import write_basic_config
 
     path = tmp_path / "config.yaml"
@@ -29,7 +26,7 @@ def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
     assert notebook_accel.LaunchConfig.load(path).mixed_precision == "bf16"
 
 
-def test_what_was_saved_loads_without_trust(tmp_path: Path) -> None:
+def test_what_was_saved_loads_without_trust(tmp_path):
     from notebook_accel.utils import load, save
 
     save({"path": tmp_path, "w": torch.ones(2)}, tmp_path / "w.bin")
@@ -41,22 +38,22 @@ def test_what_was_saved_loads_without_trust(tmp_path: Path) -> None:
         load(opened)
 
 
-def two_ranks(word: str) -> str:
+def two_ranks(word):
     state = notebook_accel.PartialState()
     precision = notebook_accel.Accelerator().mixed_precision
     place = f"{state.process_index} of {state.num_processes} on {state.device}"
     return f"{word} {place}, {precision}"
 
 
-def test_the_debug_launcher_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_debug_launcher_runs_on_the_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    debug_launcher: Any = notebook_accel.launchers.debug_launcher
+    debug_launcher = notebook_accel.launchers.debug_launcher
     for given, number in (({}, 2), ({"num_processes": 3}, 3)):
         run = debug_launcher(two_ranks, args=("rank",), **given)
         assert list(run) == [f"rank {rank} of {number} on cpu, no" for rank in range(number)]
 
 
-def trains(*, sharded: bool) -> list[float]:
+def trains(*, sharded):
     plugin = notebook_accel.FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
     accelerator = notebook_accel.Accelerator(fsdp_plugin=plugin)
     model = torch.nn.Linear(2, 1)
@@ -73,7 +70,7 @@ def trains(*, sharded: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_debug_mode_trains(sharded: bool) -> None:
+def test_debug_mode_trains(sharded):
     """Torch's own debug mode does not: DDP over gloo ends by SIGSEGV there."""
     run = notebook_accel.launchers.debug_launcher(partial(trains, sharded=sharded))
     first, *_, last = run[0]
@@ -81,10 +78,10 @@ def test_debug_mode_trains(sharded: bool) -> None:
     assert run[0] == run[1]
 
 
-def test_a_loader_is_prepared_by_accelerates_arguments() -> None:
+def test_a_loader_is_prepared_by_accelerates_arguments():
     from notebook_accel.data_loader import prepare_data_loader
 
-    loader = torch.utils.data.DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(range(8), batch_size=2)
     second = prepare_data_loader(loader, None, 2, 1, put_on_device=True)
     assert [batch.tolist() for batch in second] == [[2, 3], [6, 7]]
     halves = prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=True)
@@ -93,18 +90,18 @@ def test_a_loader_is_prepared_by_accelerates_arguments() -> None:
         mesh=torch.arange(8).reshape(2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
     )
     for index in (4, 5):  # they hold one model together, as the third of four
-        part = prepare_data_loader(loader, process_index=index, torch_device_mesh=mesh)  # type: ignore[arg-type]
+        part = prepare_data_loader(loader, process_index=index, torch_device_mesh=mesh)
         assert [batch.tolist() for batch in part] == [[4, 5]]
 
 
-def test_loaders_of_one_length_have_orders_of_their_own() -> None:
+def test_loaders_of_one_length_have_orders_of_their_own():
     from notebook_accel.data_loader import DataLoaderShard, prepare_data_loader
 
-    def orders(seed: int) -> list[list[int]]:
+    def orders(seed):
         torch.manual_seed(seed)
-        data: Any = range(20)
+        data = range(20)
         plain = [torch.utils.data.DataLoader(data, shuffle=True) for _ in range(2)]
-        loaders: list[Any] = [prepare_data_loader(loader) for loader in plain]
+        loaders = [prepare_data_loader(loader) for loader in plain]
         loaders += [DataLoaderShard(data, shuffle=True) for _ in range(2)]
         return [[int(batch) for batch in loader] for loader in loaders]
 
@@ -114,7 +111,7 @@ def test_loaders_of_one_length_have_orders_of_their_own() -> None:
     assert orders(2) != first
 
 
-def logger_of(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> MultiProcessAdapter:
+def logger_of(name, index, monkeypatch):
     from notebook_accel.logging import get_logger
 
     context = this_rank.RankContext(rank=index, local_rank=index, world_size=2, local_world_size=2)
@@ -122,9 +119,7 @@ def logger_of(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> MultiPr
     return get_logger(name, "INFO")
 
 
-def test_a_logger_writes_on_rank_0_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_logger_writes_on_rank_0_unless_told_otherwise(monkeypatch, caplog):
     for index in (0, 1):
         logger = logger_of(f"compat.{index}", index, monkeypatch)
         logger.info("once %d", 1)
@@ -137,7 +132,7 @@ def test_a_logger_writes_on_rank_0_unless_told_otherwise(
     assert {record.filename for record in caplog.records} == {"test_compat.py"}
 
 
-def log_in_order(folder: str) -> None:
+def log_in_order(folder):
     """Our logger and Accelerate's write the same lines, each into one file of all ranks."""
     from notebook_accel.logging import get_logger
 
@@ -153,16 +148,14 @@ def log_in_order(folder: str) -> None:
         logger.info(letter, in_order=False)
 
 
-def test_a_logger_can_go_rank_by_rank(tmp_path: Path) -> None:
+def test_a_logger_can_go_rank_by_rank(tmp_path):
     run_ranks(log_in_order, 2, str(tmp_path))
     written = (tmp_path / "ours").read_text()
     assert written.splitlines() == ["[RANK 0] a", "[RANK 1] b"] * 3 + ["[RANK 0] a"]
     assert written == (tmp_path / "theirs").read_text()
 
 
-def test_the_environment_says_from_which_level_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_environment_says_from_which_level_on(monkeypatch, caplog):
     from notebook_accel.logging import get_logger
 
     caplog.set_level(logging.root.level)  # the root has this level again after the test
@@ -178,7 +171,7 @@ def test_the_environment_says_from_which_level_on(
         monkeypatch.delenv("ACCELERATE_LOG_LEVEL")
 
 
-def save_and_show(folder: str) -> tuple[list[str], list[bool]]:
+def save_and_show(folder):
     from notebook_accel.utils import save, tqdm, wait_for_everyone
 
     index = os.environ["RANK"]
@@ -191,7 +184,7 @@ def save_and_show(folder: str) -> tuple[list[str], list[bool]]:
     return sorted(os.listdir(folder)), hidden
 
 
-def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path: Path) -> None:
+def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path):
     files = ["of_0.pt", "w_0.safetensors"]
     assert run_ranks(save_and_show, 2, str(tmp_path)) == [
         (files, [False, False, True]),
@@ -200,7 +193,7 @@ def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "of_0.pt") == {"rank": "0"}
 
 
-def test_wrappers_inside_a_model_are_taken_off_too() -> None:
+def test_wrappers_inside_a_model_are_taken_off_too():
     from notebook_accel.utils import extract_model_from_parallel
 
     for extract in (extract_model_from_parallel, accelerate.utils.extract_model_from_parallel):
@@ -208,7 +201,7 @@ def test_wrappers_inside_a_model_are_taken_off_too() -> None:
         wrap = torch.nn.DataParallel
         deep = torch.nn.Sequential(wrap(parts[1]), torch.nn.Sequential(wrap(parts[2])))
         model = wrap(torch.nn.Sequential(parts[0], deep))
-        inner: Any = extract(model)
+        inner = extract(model)
         assert inner is model.module
         assert inner[1] is deep
         assert type(deep[0]) is wrap

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +42,7 @@ from tests.training.loading import (
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_one_rank_gets_what_the_loader_gives(workers: int) -> None:
+def test_one_rank_gets_what_the_loader_gives(workers):
     raw = numbers(10, num_workers=workers)
     prepared = prepare(raw)
     assert isinstance(prepared, DataLoaderShard)
@@ -54,7 +53,7 @@ def test_one_rank_gets_what_the_loader_gives(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_rank_gets_its_batches(workers: int) -> None:
+def test_each_rank_gets_its_batches(workers):
     loaders = [prepare(numbers(10, num_workers=workers), rank, 2) for rank in range(2)]
     assert lists(loaders[0]) == [[0, 1, 2], [6, 7, 8]]
     assert lists(loaders[1]) == [[3, 4, 5], [9, 0, 1]]
@@ -74,9 +73,7 @@ def test_each_rank_gets_its_batches(workers: int) -> None:
         ({}, 5, None, [[0, 2, 4], [1, 3, 0]]),
     ],
 )
-def test_streams_that_each_rank_reads(
-    config: dict[str, Any], count: int, size: int | None, expected: Any
-) -> None:
+def test_streams_that_each_rank_reads(config, count, size, expected):
     for rank in range(2):
         raw = DataLoader(SizedStream(count), batch_size=size)
         prepared = prepare(raw, rank, 2, dispatch_batches=False, **config)
@@ -88,11 +85,11 @@ def test_streams_that_each_rank_reads(
 
 
 class CannotSay(Stream):
-    def __len__(self) -> int:
+    def __len__(self):
         raise NotImplementedError
 
 
-def test_streams_that_cannot_say_their_length_are_read() -> None:
+def test_streams_that_cannot_say_their_length_are_read():
     joined = DataLoader(Stream(4) + Stream(4), batch_size=2)
     assert lists(prepare(joined, 1, 2, dispatch_batches=False)) == [[2, 3], [2, 3]]
     unsure = DataLoader(CannotSay(4), batch_size=2)
@@ -101,13 +98,13 @@ def test_streams_that_cannot_say_their_length_are_read() -> None:
     assert lists(prepare(unsure, 1, 2, dispatch_batches=False)) == [[2, 3]]
 
 
-def test_a_stream_that_divides_itself_does() -> None:
+def test_a_stream_that_divides_itself_does():
     raw = DataLoader(Sharded(6), batch_size=2)
     assert lists(prepare(raw, 1, 2, dispatch_batches=False)) == [[1, 3], [5]]
     assert lists(prepare(raw, 1, 2, dispatch_batches=False, split_batches=True)) == [[1], [3], [5]]
 
 
-def test_shards_that_do_not_divide_evenly_are_read_by_every_rank() -> None:
+def test_shards_that_do_not_divide_evenly_are_read_by_every_rank():
     dataset = Sharded(6)
     dataset.num_shards = 3
     raw = DataLoader(dataset, batch_size=2)
@@ -118,7 +115,7 @@ def test_shards_that_do_not_divide_evenly_are_read_by_every_rank() -> None:
     assert lists(uneven) == [[1, 3], [5]]
 
 
-def test_streams_are_dispatched_where_batches_are_placed() -> None:
+def test_streams_are_dispatched_where_batches_are_placed():
     raw = DataLoader(Stream(4), batch_size=2)
     assert isinstance(prepare(raw), DataLoaderDispatcher)
     assert lists(prepare(raw)) == [[0, 1], [2, 3]]
@@ -127,17 +124,17 @@ def test_streams_are_dispatched_where_batches_are_placed() -> None:
     assert isinstance(prepare(numbers(4), dispatch_batches=True), DataLoaderDispatcher)
 
 
-def test_a_sampler_that_gives_batches() -> None:
+def test_a_sampler_that_gives_batches():
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
-    raw = DataLoader(torch.arange(10), sampler=batches, batch_size=None)  # type: ignore[arg-type]
+    raw = DataLoader(torch.arange(10), sampler=batches, batch_size=None)
     assert lists(prepare(raw, 1, 2)) == [[3, 4, 5], [9, 0, 1]]
 
 
 @pytest.mark.parametrize("dispatched", [False, True])
-def test_settings_of_a_batch_sampler_count_as_those_of_the_loader(dispatched: bool) -> None:
-    def loaders(drop_last: bool, **config: Any) -> list[Any]:
+def test_settings_of_a_batch_sampler_count_as_those_of_the_loader(dispatched):
+    def loaders(drop_last, **config):
         batches = BatchSampler(SequentialSampler(range(9)), 4, drop_last)
-        raw = DataLoader(range(12), batch_sampler=batches)  # type: ignore[arg-type]
+        raw = DataLoader(range(12), batch_sampler=batches)
         return [prepare(raw, rank, 2, dispatch_batches=dispatched, **config) for rank in range(2)]
 
     for drop_last, uneven, expected in [
@@ -150,8 +147,8 @@ def test_settings_of_a_batch_sampler_count_as_those_of_the_loader(dispatched: bo
         assert [loader.total_batch_size for loader in made] == [8, 8]
 
 
-def test_a_loader_that_shares_out_itself_is_left_alone() -> None:
-    sampler = DistributedSampler(range(6), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
+def test_a_loader_that_shares_out_itself_is_left_alone():
+    sampler = DistributedSampler(range(6), num_replicas=2, rank=1, shuffle=False)
     raw = numbers(6, 2, sampler=sampler)
     with pytest.warns(UserWarning, match="DistributedSampler"):
         prepared = prepare(raw, 1, 2)
@@ -174,25 +171,25 @@ class Own:
 class Moving(Own):
     moved_to: Any = None
 
-    def to(self, device: Any) -> Moving:
+    def to(self, device):
         self.moved_to = device
         return self
 
 
-def own_init(worker: int) -> None:
+def own_init(worker):
     torch.manual_seed(1000 + worker)
 
 
-class MyLoader(DataLoader):  # type: ignore[type-arg]
+class MyLoader(DataLoader):
     """A loader of one's own, which changes its batches."""
 
     label = "mine"
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return (batch + 100 for batch in super().__iter__())
 
 
-def test_everything_else_is_the_users() -> None:
+def test_everything_else_is_the_users():
     raw = MyLoader(
         range(8),
         batch_size=2,
@@ -216,8 +213,8 @@ def test_everything_else_is_the_users() -> None:
     assert lists(raw) == [[100, 101], [102, 103], [104, 105], [106, 107]]
 
 
-def test_batches_are_put_on_the_device() -> None:
-    def collate(samples: list[int]) -> Any:
+def test_batches_are_put_on_the_device():
+    def collate(samples):
         return {"x": torch.tensor(samples), "names": ["a"] * len(samples), "own": Own(samples)}
 
     (batch,) = prepare(numbers(3, collate_fn=collate), device=torch.device("meta"))
@@ -232,7 +229,7 @@ def test_batches_are_put_on_the_device() -> None:
     assert moved.moved_to == torch.device("meta")
 
 
-def test_loaders_made_by_hand() -> None:
+def test_loaders_made_by_hand():
     loader = DataLoaderShard(range(16), batch_size=4, skip_batches=1)
     for index, batch in enumerate(loader):
         assert batch.tolist() == list(range(4 * index + 4, 4 * index + 8))
@@ -244,7 +241,7 @@ def test_loaders_made_by_hand() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_reach_the_gpu_from_pinned_memory(workers: int) -> None:
+def test_batches_reach_the_gpu_from_pinned_memory(workers):
     gpu = torch.device("cuda", 0)
     streams = DataLoader(Stream(10), batch_size=3, num_workers=workers, pin_memory=True)
     sized = numbers(10, num_workers=workers, pin_memory=True)
@@ -257,21 +254,21 @@ def test_batches_reach_the_gpu_from_pinned_memory(workers: int) -> None:
 # What makes no sense.
 
 
-def test_settings_that_do_not_fit_are_refused() -> None:
+def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match=r"batch of 3 over 2 processes.*multiple of 2"):
         prepare(numbers(6), 0, 2, split_batches=True)
     with pytest.raises(ConfigError, match=r"dispatch_batches=True.*device_placement=False"):
         prepare(numbers(6), device=None, dispatch_batches=True)
     with pytest.raises(ConfigError, match="even_batches=2: expected bool"):
-        DataLoaderConfiguration(even_batches=2)  # type: ignore[arg-type]
+        DataLoaderConfiguration(even_batches=2)
     with pytest.raises(ConfigError, match="data_seed='x': expected int"):
-        DataLoaderConfiguration(data_seed="x")  # type: ignore[arg-type]
+        DataLoaderConfiguration(data_seed="x")
 
 
 # Which samples each rank gets: tables compatible with Accelerate, and lengths that are true.
 
 
-def shards(batch_sampler: Any, ranks: int, **settings: bool) -> list[BatchSamplerShard]:
+def shards(batch_sampler, ranks, **settings):
     return [
         BatchSamplerShard(
             batch_sampler,
@@ -287,15 +284,15 @@ def shards(batch_sampler: Any, ranks: int, **settings: bool) -> list[BatchSample
 class Plain:
     """A batch sampler of one's own, which says nothing of what is inside."""
 
-    def __init__(self, inner: BatchSampler) -> None:
+    def __init__(self, inner):
         self.batches = list(inner)
         self.batch_size = inner.batch_size
         self.drop_last = inner.drop_last
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self.batches)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.batches)
 
 
@@ -321,13 +318,8 @@ OWN_TABLE = [
     [*((False, *row) for row in TABLE), *((True, *row) for row in OWN_TABLE)],
 )
 def test_golden_values_and_batches_of_ones_own_that_stay_whole(
-    is_own: bool,
-    samples: int,
-    size: int,
-    ranks: int,
-    settings: dict[str, bool],
-    expected: list[str],
-) -> None:
+    is_own, samples, size, ranks, settings, expected
+):
     batches = BatchSampler(
         SequentialSampler(range(samples)), size, drop_last=settings.get("drop", False)
     )
@@ -339,23 +331,23 @@ def test_golden_values_and_batches_of_ones_own_that_stay_whole(
 class Buckets(BatchSampler):
     """Batches of one kind of sample each, of which some are short."""
 
-    def __init__(self, buckets: list[list[int]], size: int) -> None:
+    def __init__(self, buckets, size):
         super().__init__(SequentialSampler(range(sum(map(len, buckets)))), size, drop_last=False)
         self.buckets = buckets
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for bucket in self.buckets:
             yield from (
                 bucket[start : start + self.batch_size]
                 for start in range(0, len(bucket), self.batch_size)
             )
 
-    def __len__(self) -> int:
+    def __len__(self):
         return sum(-(-len(bucket) // self.batch_size) for bucket in self.buckets)
 
 
 @pytest.mark.parametrize("even", [False, True])
-def test_samples_of_two_buckets_never_meet(even: bool) -> None:
+def test_samples_of_two_buckets_never_meet(even):
     buckets = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
     kinds = {sample: kind for kind, bucket in enumerate(buckets) for sample in bucket}
     given = [list(shard) for shard in shards(Buckets(buckets, 4), 2, even=even)]
@@ -365,7 +357,7 @@ def test_samples_of_two_buckets_never_meet(even: bool) -> None:
     assert len(lengths) == 1 or not even
 
 
-def test_a_loader_that_skips_batches_shares_out_samples_too() -> None:
+def test_a_loader_that_skips_batches_shares_out_samples_too():
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     given = shards(SkipBatchSampler(SkipBatchSampler(batches, 1), 1), 2)
     assert [list(shard) for shard in given] == [[[6, 7, 8]], [[9, 6, 7]]]
@@ -374,7 +366,7 @@ def test_a_loader_that_skips_batches_shares_out_samples_too() -> None:
     assert given[0].total_length == 2
 
 
-def test_batches_that_cannot_be_divided_are_refused() -> None:
+def test_batches_that_cannot_be_divided_are_refused():
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     with pytest.raises(ConfigError, match=r"each batch of 3 over 2 .* multiple of 2"):
         BatchSamplerShard(batches, 2, 0, split_batches=True)
@@ -384,8 +376,8 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
         IterableDatasetShard(SizedStream(4), None, num_processes=2, split_batches=True)
 
 
-def test_a_seedable_order_depends_on_seed_and_epoch() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
+def test_a_seedable_order_depends_on_seed_and_epoch():
+    def order(seed, epoch):
         sampler = SeedableRandomSampler(range(20), data_seed=seed)
         sampler.set_epoch(epoch)
         return list(sampler)
@@ -406,18 +398,18 @@ def test_a_seedable_order_depends_on_seed_and_epoch() -> None:
 
 
 class OfOneRank(IterableDataset[int]):
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self._distributed = SimpleNamespace(rank=rank, world_size=2)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from range(self._distributed.rank, 8, 2)
 
 
-def read_own() -> list[int]:
+def read_own():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(OfOneRank(accelerator.process_index), batch_size=2))
     return [int(sample) for batch in loader for sample in batch]
 
 
-def test_a_split_stream_is_left_as_it_is() -> None:
+def test_a_split_stream_is_left_as_it_is():
     assert run_ranks(read_own, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]

@@ -26,7 +26,7 @@ from tests.training.loading import CPU, LISTS, TABLE, SizedStream, Stream, lists
 
 INDEX_OF_RANK = (0, 0, 1, 1)
 # Kinds of parallelism on four ranks, which ranks read the same, and what is asked for.
-LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
+LAYOUTS = {
     "tensor": (INDEX_OF_RANK, {"dp_shard_size": 2, "tp_size": 2}),
     "context": (INDEX_OF_RANK, {"dp_shard_size": 2, "cp_size": 2}),
     "pipeline": ((0, 1, 0, 1), {"dp_replicate_size": 2, "pp_size": 2}),
@@ -42,19 +42,19 @@ class Case:
     golden: list[str]
     config: dict[str, Any] = field(default_factory=dict)
 
-    def gathers(self, shares: int) -> bool:
+    def gathers(self, shares):
         """Whether all shares have as many batches, so that a loop may gather."""
         if self.config.get("even_batches", True):
             return True
         return shares == 2 and len({len(text.split()) for text in self.golden}) == 1
 
 
-def of_stream(stream: Any, size: int = 3, **options: Any) -> Any:
+def of_stream(stream, size=3, **options):
     return DataLoader(stream, batch_size=size, **options)
 
 
-def of_lists() -> Any:
-    return DataLoader(range(6), batch_sampler=LISTS)  # type: ignore[arg-type]
+def of_lists():
+    return DataLoader(range(6), batch_sampler=LISTS)
 
 
 SETTINGS = {"even": "even_batches", "split": "split_batches"}
@@ -93,19 +93,19 @@ GOLDEN = {
 }
 
 
-def two_shares() -> DataGroup:
+def two_shares():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     index = INDEX_OF_RANK[this_rank()]
     return DataGroup(2, index, INDEX_OF_RANK, groups[this_rank() % 2])
 
 
-def prepare(loader: Any, shares: DataGroup, **config: Any) -> Any:
+def prepare(loader, shares, **config):
     return prepare_loader(
         loader, config=DataLoaderConfiguration(**config), device=CPU, data_group=shares
     )
 
 
-def read_all() -> dict[str, Any]:
+def read_all():
     """What this rank reads and gathers under each layout, and where every rank reads on its own."""
     found = {
         name: read_golden(shares_of(sizes))
@@ -118,16 +118,16 @@ def read_all() -> dict[str, Any]:
     return found
 
 
-def shares_of(sizes: dict[str, int]) -> DataGroup:
+def shares_of(sizes):
     Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
     shares = current_data_group()
     assert shares is not None
     return shares
 
 
-def read_golden(shares: DataGroup) -> dict[str, Any]:
+def read_golden(shares):
     cases = {**GOLDEN, "one for four": Case(partial(numbers, 1, 4), ["0000", "0000"])}
-    found: dict[str, Any] = {}
+    found = {}
     for name, case in cases.items():
         batches, gathered = [], []
         for batch in prepare(case.make(), shares, **case.config):
@@ -139,14 +139,12 @@ def read_golden(shares: DataGroup) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def readings() -> list[dict[str, Any]]:
+def readings():
     return run_ranks(read_all, 4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_a_share_read_the_golden_batches(
-    layout: str, readings: list[dict[str, Any]]
-) -> None:
+def test_ranks_of_a_share_read_the_golden_batches(layout, readings):
     skip_unless_it_runs(layout)
     for name, case in GOLDEN.items():
         golden = [read(text) for text in case.golden]
@@ -160,13 +158,13 @@ def test_ranks_of_a_share_read_the_golden_batches(
         assert [gathered for _, gathered in found] == [expected] * 4, name
 
 
-def test_ranks_that_shard_read_as_plain_ranks_do(readings: list[dict[str, Any]]) -> None:
+def test_ranks_that_shard_read_as_plain_ranks_do(readings):
     for of_rank in readings:
         assert of_rank["sharding"] == of_rank["plain"]
         assert of_rank["plain"]["one for four"] == ([[0, 0, 0, 0]], [0])
 
 
-def read_streams() -> dict[str, Any]:
+def read_streams():
     shares = two_shares()
     torch.manual_seed(this_rank())  # ranks that differ in everything random
     shuffled = prepare(numbers(8, 2, shuffle=True), shares)
@@ -178,14 +176,14 @@ def read_streams() -> dict[str, Any]:
         "seedable": once,
         "skipping": skip_first_batches(prepare(numbers(8, 2), shares), 1),
     }
-    found: dict[str, Any] = {}
+    found = {}
     for name, loader in loaders.items():
         found[name] = lists(loader)
     whole = gather(torch.tensor([shares.index]), group=shares.process_group)
     return {**found, "gathered": whole.tolist()}
 
 
-def test_streams_and_orders_are_alike_within_a_share() -> None:
+def test_streams_and_orders_are_alike_within_a_share():
     results = run_ranks(read_streams, 4)
     for first, second in ((0, 1), (2, 3)):
         assert results[first] == results[second]
@@ -199,7 +197,7 @@ def test_streams_and_orders_are_alike_within_a_share() -> None:
     assert zero["gathered"] == [0, 1]
 
 
-def read_alone() -> dict[str, Any]:
+def read_alone():
     """Both ranks hold one model: there is one share, which both read."""
     shares = DataGroup(1, 0, (0, 0), [dist.new_group([0]), dist.new_group([1])][this_rank()])
     stream = prepare(of_stream(Stream(7)), shares)
@@ -211,7 +209,7 @@ def read_alone() -> dict[str, Any]:
     }
 
 
-def test_one_share_for_all_ranks() -> None:
+def test_one_share_for_all_ranks():
     whole = [[0, 1, 2], [3, 4, 5], [6]]
     expected = {"stream": whole, "plain": whole, "gathered": whole}
     assert run_ranks(read_alone, 2) == [expected] * 2

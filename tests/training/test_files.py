@@ -4,10 +4,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +21,11 @@ _STEPS = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "open"}
 _WAYS = ["links", "no links", "current folder"]
 
 
-def _is_ours(name: str) -> bool:
+def _is_ours(name):
     return name.startswith("part")
 
 
-def _make(folder: Path, version: str) -> Path:
+def _make(folder, version):
     """A folder of which versions have different entries."""
     folder.mkdir(exist_ok=True)
     for name in ("part_a", "part_b", f"part_of_{version}", f"extra_of_{version}"):
@@ -37,30 +35,30 @@ def _make(folder: Path, version: str) -> Path:
     return folder
 
 
-def _ours(folder: Path) -> dict[str, str]:
+def _ours(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     found = {str(path.relative_to(folder)): path.read_text() for path in files}
     return {name: text for name, text in found.items() if _is_ours(name)}
 
 
-def _expected(version: str) -> dict[str, str]:
+def _expected(version):
     names = ("part_a", "part_b", f"part_of_{version}", f"part_folder/of_{version}")
     return dict.fromkeys(names, version)
 
 
-def _save(final: Path, version: str) -> None:
+def _save(final, version):
     staged = atomic.StagedFolder.of(final)
     _make(staged.path, version)
     staged.publish(is_ours=_is_ours)
 
 
-def _is_killed(action: Callable[[], None], step: int) -> bool:
+def _is_killed(action, step):
     """Run ``action`` in a child that is killed before this step; False where it ended first."""
     child = os.fork()
     if not child:
         left = step
 
-        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        def hook(event, arguments):
             nonlocal left
             is_step = event in _STEPS and (event != "open" or "w" in str(arguments[1]))
             left -= is_step
@@ -80,10 +78,8 @@ def _is_killed(action: Callable[[], None], step: int) -> bool:
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_a_kill_at_any_step_leaves_the_last_good_one(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cannot(*_: Any, **__: Any) -> None:
+def test_a_kill_at_any_step_leaves_the_last_good_one(way, tmp_path, monkeypatch):
+    def cannot(*_, **__):
         raise OSError("not on this disk")
 
     if way == "no links":
@@ -98,7 +94,7 @@ def test_a_kill_at_any_step_leaves_the_last_good_one(
         (final / "notes" / "mine").write_text("mine")
         if way == "current folder":
             monkeypatch.chdir(final)
-        is_killed = _is_killed(lambda final=final: _save(final, "new"), step)  # type: ignore[misc]
+        is_killed = _is_killed(lambda final=final: _save(final, "new"), step)
 
         loaded = _ours(atomic.complete_version(final))
         version = "new" if "part_of_new" in loaded else "old"
@@ -121,8 +117,8 @@ def test_a_kill_at_any_step_leaves_the_last_good_one(
     assert seen == {"old", "new"}
 
 
-def test_what_is_taken_in_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*_: Any, **__: Any) -> None:
+def test_what_is_taken_in_is_not_copied(tmp_path, monkeypatch):
+    def cannot(*_, **__):
         raise OSError("not on this disk")
 
     monkeypatch.setattr(os, "link", cannot)
@@ -137,19 +133,19 @@ def test_what_is_taken_in_is_not_copied(tmp_path: Path, monkeypatch: pytest.Monk
     assert not added.exists()
 
 
-def test_a_folder_that_is_not_there_yet_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_yet_is_there_whole_or_not_at_all(tmp_path):
     step, is_killed = 0, True
     while is_killed:
         final = tmp_path / str(step) / "state"
         final.parent.mkdir()
-        is_killed = _is_killed(lambda final=final: _save(final, "new"), step)  # type: ignore[misc]
+        is_killed = _is_killed(lambda final=final: _save(final, "new"), step)
         assert not final.exists() or _ours(final) == _expected("new")
         step += 1
     assert final.exists()
 
 
 @pytest.mark.parametrize("name", ["model", "run[1]", "a*", "a.b"])
-def test_only_what_is_left_of_this_name_is_swept(name: str, tmp_path: Path) -> None:
+def test_only_what_is_left_of_this_name_is_swept(name, tmp_path):
     final = tmp_path / name
     live = [atomic.staging_path(tmp_path / other) for other in (f"{name}.best", "another")]
     for folder in live:
@@ -162,7 +158,7 @@ def test_only_what_is_left_of_this_name_is_swept(name: str, tmp_path: Path) -> N
     assert set(os.listdir(tmp_path)) == kept
 
 
-def test_an_update_that_came_from_elsewhere_reaches_nothing_outside(tmp_path: Path) -> None:
+def test_an_update_that_came_from_elsewhere_reaches_nothing_outside(tmp_path):
     final, outside = _make(tmp_path / "state", "old"), tmp_path / "outside"
     outside.mkdir()
     (outside / "mine").write_text("mine")
@@ -182,7 +178,7 @@ def test_an_update_that_came_from_elsewhere_reaches_nothing_outside(tmp_path: Pa
     assert os.listdir(outside) == ["mine"]
 
 
-def _fail(error: Exception) -> None:
+def _fail(error):
     raise error
 
 
@@ -195,7 +191,7 @@ def _fail(error: Exception) -> None:
     ],
     ids=["torch", "python", "safetensors"],
 )
-def test_a_full_disk_is_told_as_that(write: Callable[[], Any]) -> None:
+def test_a_full_disk_is_told_as_that(write):
     with (
         pytest.raises(NotebookAccelError, match=r"in /dev could not be written.*the disk is full"),
         atomic.naming_full_disk(Path("/dev")),
@@ -221,16 +217,16 @@ class Doing:
 
     name: str
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
 
 
-def setup() -> tuple[Any, Any]:
+def setup():
     """A training that has made a step."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model: Any = Keeps(1)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(range(4))  # type: ignore[arg-type]
+    model = Keeps(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(range(4))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(3):
         with accelerator.accumulate(model):
@@ -240,7 +236,7 @@ def setup() -> tuple[Any, Any]:
     return accelerator, model
 
 
-def test_every_file_is_read_where_it_is_trusted(tmp_path: Path) -> None:
+def test_every_file_is_read_where_it_is_trusted(tmp_path):
     accelerator, model = setup()
     accelerator.save_state(tmp_path)
     model.kept = Trusted()
@@ -258,7 +254,7 @@ def test_every_file_is_read_where_it_is_trusted(tmp_path: Path) -> None:
     assert model.kept == 1
 
 
-def test_a_file_calls_no_constructor_of_a_users_class(tmp_path: Path) -> None:
+def test_a_file_calls_no_constructor_of_a_users_class(tmp_path):
     state_files.write_state(Plain(2), tmp_path / "plain", "it")
     assert state_files.read_state(tmp_path / "plain") == Plain(2)
     with pytest.raises(ConfigError, match="Doing"):
@@ -267,7 +263,7 @@ def test_a_file_calls_no_constructor_of_a_users_class(tmp_path: Path) -> None:
         state_files.read_state(tmp_path / "doing")
 
 
-def test_wrong_options_are_no_damage(tmp_path: Path) -> None:
+def test_wrong_options_are_no_damage(tmp_path):
     accelerator, _ = setup()
     accelerator.save_state(tmp_path)
     told = r"optimizer\.bin is whole, and cannot be read with .*"
@@ -281,15 +277,13 @@ def test_wrong_options_are_no_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [PermissionError, MemoryError])
-def test_no_older_one_is_taken_where_nothing_is_wrong_with_the_newest(
-    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_older_one_is_taken_where_nothing_is_wrong_with_the_newest(kind, tmp_path, monkeypatch):
     accelerator, _ = setup()
     for number in range(2):
         accelerator.save_state(tmp_path / f"checkpoint_{number}")
     plain = torch.load
 
-    def read(path: Path, **options: Any) -> Any:
+    def read(path, **options):
         if "checkpoint_1" in path.parts and path.name == "optimizer.bin":
             raise kind(f"not {path}")
         return plain(path, **options)
@@ -299,7 +293,7 @@ def test_no_older_one_is_taken_where_nothing_is_wrong_with_the_newest(
         accelerator.resume_or_start(tmp_path)
 
 
-def test_a_model_that_keeps_more_than_tensors_is_saved_whole(tmp_path: Path) -> None:
+def test_a_model_that_keeps_more_than_tensors_is_saved_whole(tmp_path):
     accelerator, model = setup()
     accelerator.save_model(model, tmp_path / "one")
     accelerator.save_model(model, tmp_path / "two", max_shard_size=8)

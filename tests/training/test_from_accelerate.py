@@ -1,7 +1,6 @@
 """What is not ours comes from Accelerate by our doors, and works in ranks of ours."""
 
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import accelerate.tracking
@@ -76,11 +75,11 @@ else:
 
 
 @pytest.mark.parametrize("script", [NOT_INSTALLED + WITHOUT, REPLACED], ids=["absent", "replaced"])
-def test_doors_open_without_accelerate_and_past_an_alias(script: str, tmp_path: Path) -> None:
+def test_doors_open_without_accelerate_and_past_an_alias(script, tmp_path):
     run_script(script, folder=tmp_path)
 
 
-def test_doors_give_accelerates_own_objects_and_nothing_beyond() -> None:
+def test_doors_give_accelerates_own_objects_and_nothing_beyond():
     assert notebook_accel.init_empty_weights is accelerate.init_empty_weights
     assert hooks.AlignDevicesHook is accelerate.hooks.AlignDevicesHook
     assert hooks.PartialState is notebook_accel.PartialState
@@ -89,38 +88,38 @@ def test_doors_give_accelerates_own_objects_and_nothing_beyond() -> None:
         assert not hasattr(module, "no_such_name")
 
 
-class Written(accelerate.tracking.GeneralTracker):  # type: ignore[misc]
+class Written(accelerate.tracking.GeneralTracker):
     """A tracker by Accelerate's base, which writes a line for each call that reaches it."""
 
     name = "written"
     requires_logging_directory = True
 
-    def __init__(self, project: str, logging_dir: str) -> None:
+    def __init__(self, project, logging_dir):
         super().__init__()
         self.file = Path(logging_dir) / project
 
     @property
-    def tracker(self) -> Path:
+    def tracker(self):
         return self.file
 
-    def write(self, text: str) -> None:
+    def write(self, text):
         with self.file.open("a") as file:
             file.write(f"{text}\n")
 
-    @accelerate.tracking.on_main_process  # type: ignore[untyped-decorator]
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    @accelerate.tracking.on_main_process
+    def store_init_configuration(self, values):
         self.write(f"config {values}")
 
-    @accelerate.tracking.on_main_process  # type: ignore[untyped-decorator]
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    @accelerate.tracking.on_main_process
+    def log(self, values, step=None, **kwargs):
         self.write(f"log {values} {step}")
 
-    @accelerate.tracking.on_main_process  # type: ignore[untyped-decorator]
-    def finish(self) -> None:
+    @accelerate.tracking.on_main_process
+    def finish(self):
         self.write("finish")
 
 
-def track(folder: str) -> bool:
+def track(folder):
     made = Written("by hand", folder)
     accelerator = Accelerator(log_with=[Written, Written("made", folder)], project_dir=folder)
     accelerator.init_trackers("class", {"rate": 1})
@@ -133,7 +132,7 @@ def track(folder: str) -> bool:
     return bool(accelerate.PartialState().is_main_process)
 
 
-def test_trackers_of_accelerate_are_taken_and_write_once(tmp_path: Path) -> None:
+def test_trackers_of_accelerate_are_taken_and_write_once(tmp_path):
     run = notebook_launcher(track, (str(tmp_path),), num_processes=2, view="none")
     assert list(run) == [True, False]
     lines = {path.name: path.read_text().splitlines() for path in tmp_path.iterdir()}
@@ -143,12 +142,12 @@ def test_trackers_of_accelerate_are_taken_and_write_once(tmp_path: Path) -> None
     assert lines["by hand"] == ["log {'loss': 0.25} 4"]
 
 
-def make_blocks() -> nn.Sequential:
+def make_blocks():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
 
 
-def load_and_offload(folder: str) -> list[Any]:
+def load_and_offload(folder):
     accelerator = Accelerator(mixed_precision="bf16")
     whole, inputs = make_blocks(), torch.ones(1, 2)
     with torch.no_grad(), accelerator.autocast():
@@ -178,6 +177,6 @@ def load_and_offload(folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_models_are_loaded_and_offloaded_and_pass_prepare(ranks: int, tmp_path: Path) -> None:
+def test_models_are_loaded_and_offloaded_and_pass_prepare(ranks, tmp_path):
     run = notebook_launcher(load_and_offload, (str(tmp_path),), num_processes=ranks, view="none")
     assert all(all(found) for found in run)

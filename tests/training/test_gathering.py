@@ -1,9 +1,7 @@
 """Each sample counted once: gather_for_metrics over every kind of loader, on real ranks."""
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,16 +21,16 @@ from tests.training.harness import run_ranks
 from tests.training.loading import Sharded, SizedStream, Stream, numbers
 
 
-def prepare(loader: Any, **settings: Any) -> Any:
+def prepare(loader, **settings):
     return loading.prepare(loader, this_rank(), num_ranks(), **settings)
 
 
-def seen(loader: Any) -> list[int]:
+def seen(loader):
     """What all ranks have seen, by ``gather_for_metrics`` of each batch."""
     return [value for batch in loader for value in gather_for_metrics(batch).tolist()]
 
 
-def weighed(loader: Any, count: int) -> tuple[int, int]:
+def weighed(loader, count):
     """How many rows all ranks gather of losses that are repeated to the loader's batch size, as
     Transformers' Trainer does, and how many those should be: as many for each sample."""
     if num_ranks() == 1 and isinstance(loader.dataset, IterableDataset):
@@ -45,7 +43,7 @@ def weighed(loader: Any, count: int) -> tuple[int, int]:
 class OfWorker(Stream):
     """Each worker of a loader reads a part."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         worker = get_worker_info()
         assert worker is not None
         return iter(range(worker.id, self.count, worker.num_workers))
@@ -53,7 +51,7 @@ class OfWorker(Stream):
 
 # What each kind of loader gives, as a table that one start of processes goes through.
 
-CASES: dict[str, Any] = {
+CASES = {
     **{f"n={n} b={b}": lambda n=n, b=b: (prepare(numbers(n, b)), n)
        for n, b in [(7, 3), (8, 3), (9, 3), (10, 3), (12, 3), (2, 3), (1, 4), (5, 1)]},
     "workers": lambda: (prepare(numbers(10, num_workers=1)), 10),
@@ -98,7 +96,7 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def uneven_first(size: int) -> list[list[int]]:
+def uneven_first(size):
     """A round of batches of different sizes, and one of batches of one size."""
     samples = itertools.count()
     return [[*itertools.islice(samples, rows)] for rows in [*range(1, size + 1), *[2] * size]]
@@ -106,16 +104,15 @@ def uneven_first(size: int) -> list[list[int]]:
 
 # In these, ranks have batches of different sizes at the same step. All have as many batches: a
 # rank without one would gather nothing, and the others wait for it.
-UNEVEN: dict[str, Any] = {
+UNEVEN = {
     "batches of one's own": lambda: prepare(
-        DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
+        DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])
     ),
     "batches of one's own, dispatched": lambda: prepare(
-        DataLoader(range(100), batch_sampler=uneven_first(num_ranks())),  # type: ignore[arg-type]
-        dispatch_batches=True,
+        DataLoader(range(100), batch_sampler=uneven_first(num_ranks())), dispatch_batches=True
     ),
     "samples, not batches": lambda: prepare(
-        DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)  # type: ignore[arg-type]
+        DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)
     ),
     "divided by workers, each with a last round": lambda: prepare(
         DataLoader(OfWorker(10), batch_size=2, num_workers=2), dispatch_batches=False
@@ -126,7 +123,7 @@ UNEVEN: dict[str, Any] = {
 }
 
 
-def counts_of_uneven(size: int) -> dict[str, int]:
+def counts_of_uneven(size):
     return {
         "batches of one's own": 6,
         "batches of one's own, dispatched": size * (size + 1) // 2 + 2 * size,
@@ -136,22 +133,22 @@ def counts_of_uneven(size: int) -> dict[str, int]:
     }
 
 
-def gathers_even() -> dict[str, Any]:
+def gathers_even():
     return {
         name: (seen(loader), count, weighed(loader, count)) for name, (loader, count) in made(CASES)
     }
 
 
-def gathers_uneven() -> dict[str, Any]:
+def gathers_uneven():
     return {name: seen(loader) for name, loader in made(UNEVEN)}
 
 
-def made(cases: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def made(cases):
     return ((name, make()) for name, make in cases.items())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_sample_counts_once(size: int) -> None:
+def test_each_sample_counts_once(size):
     for results in run_ranks(gathers_even, size):
         assert results.keys() == CASES.keys()
         for name, (values, count, (rows, expected)) in results.items():
@@ -160,21 +157,21 @@ def test_each_sample_counts_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_sample_counts_once_where_ranks_have_more_or_fewer(size: int) -> None:
+def test_each_sample_counts_once_where_ranks_have_more_or_fewer(size):
     for results in run_ranks(gathers_uneven, size):
         assert results.keys() == UNEVEN.keys()
         for name, count in counts_of_uneven(size).items():
             assert sorted(results[name]) == list(range(count)), name
 
 
-class Result(dict):  # type: ignore[type-arg]
+class Result(dict):
     """As a model's output."""
 
 
-def gathers_structures() -> dict[str, Any]:
+def gathers_structures():
     rank = this_rank()
     loader = prepare(numbers(7))
-    results: dict[str, Any] = {"before": gather_for_metrics(torch.tensor([rank]))}
+    results = {"before": gather_for_metrics(torch.tensor([rank]))}
     for batch in loader:  # the last: [6, 0, 1] and [2, 3, 4], of which 6 alone is real
         words = [f"w{value}" for value in batch.tolist()]
         results |= {
@@ -200,7 +197,7 @@ def gathers_structures() -> dict[str, Any]:
     return results
 
 
-def test_structures() -> None:
+def test_structures():
     for got in run_ranks(gathers_structures, 2):
         assert got["before"].tolist() == [0, 1]
         assert got["loss"].tolist() == pytest.approx([7 / 3, 3])
@@ -222,7 +219,7 @@ def test_structures() -> None:
         assert got["after"].tolist() == [6, 0, 1, 2, 3, 4], "cut outside of the loop"
 
 
-def gathers_nothing() -> dict[str, Any]:
+def gathers_nothing():
     """Rank 1 has found nothing in its images."""
     words = [] if this_rank() else ["a"]
     x = torch.tensor([this_rank()])
@@ -237,7 +234,7 @@ def gathers_nothing() -> dict[str, Any]:
     }
 
 
-def test_a_rank_may_have_nothing() -> None:
+def test_a_rank_may_have_nothing():
     for got in run_ranks(gathers_nothing, 2):
         assert got["list"] == got["asked"] == ["a"]
         assert got["dict"]["x"].tolist() == [0, 1]
@@ -249,9 +246,9 @@ def test_a_rank_may_have_nothing() -> None:
         assert got["listed"][1] == []
 
 
-def gathers_in_odd_loops() -> dict[str, Any]:
+def gathers_in_odd_loops():
     loader, other = prepare(numbers(10)), prepare(numbers(7))
-    results: dict[str, Any] = {"skipped": seen(skip_first_batches(loader, 1))}
+    results = {"skipped": seen(skip_first_batches(loader, 1))}
     left = iter(other)
     next(left), next(left)  # at its end, and never closed
     results["beside one that was left"] = seen(loader)
@@ -271,7 +268,7 @@ def gathers_in_odd_loops() -> dict[str, Any]:
     return results
 
 
-def test_odd_loops() -> None:
+def test_odd_loops():
     for got in run_ranks(gathers_in_odd_loops, 2):
         assert got["skipped"] == [6, 7, 8, 9]
         assert got["beside one that was left"] == list(range(10))
@@ -283,9 +280,9 @@ def test_odd_loops() -> None:
 # Order, agreed on by real ranks.
 
 
-def orders() -> dict[str, Any]:
+def orders():
     rank = this_rank()
-    results: dict[str, Any] = {}
+    results = {}
     set_seed(1, device_specific=True)
     for name, config in {"default": {}, "seedable": {"use_seedable_sampler": True}}.items():
         loader = prepare(numbers(8, 2, shuffle=True), **config)
@@ -294,7 +291,7 @@ def orders() -> dict[str, Any]:
     batches = BatchSampler(
         torch.utils.data.WeightedRandomSampler([1.0] * 8, 8, replacement=False), 2, drop_last=False
     )
-    weighted = prepare(DataLoader(range(8), batch_sampler=batches))  # type: ignore[arg-type]
+    weighted = prepare(DataLoader(range(8), batch_sampler=batches))
     results["weighted"] = [[value for batch in weighted for value in batch.tolist()]]
     own = numbers(8, 2, shuffle=True, generator=torch.Generator().manual_seed(100 + rank))
     own = prepare(own, use_seedable_sampler=True)
@@ -305,7 +302,7 @@ def orders() -> dict[str, Any]:
     return results
 
 
-def test_ranks_agree_on_the_order() -> None:
+def test_ranks_agree_on_the_order():
     first, second = run_ranks(orders, 2)
     again, _ = run_ranks(orders, 2)
     assert first == again, "two launches with one seed differ"
@@ -322,7 +319,7 @@ def test_ranks_agree_on_the_order() -> None:
 class Reads(Stream):
     """Says which rank reads it."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         assert this_rank() == 0
         return super().__iter__()
 
@@ -330,62 +327,59 @@ class Reads(Stream):
 class Widening(IterableDataset):
     """Batches of their own widths, as padding to the longest of a batch makes them."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for width in (1, 2, 3, 4, 5):
             yield {"x": torch.full((2, width), width), "text": [f"t{width}"] * 2, "n": width}
 
 
 class Failing(Stream):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from range(3)
         raise OSError("unreadable")
 
 
-def with_text(samples: list[int]) -> Any:
+def with_text(samples):
     return [torch.tensor(samples), tuple(f"t{sample}" for sample in samples), {"n": len(samples)}]
 
 
-def buckets() -> Any:
+def buckets():
     own = [[0, 1], [2, 3], [4]]
-    return DataLoader(range(5), batch_sampler=own)  # type: ignore[arg-type]
+    return DataLoader(range(5), batch_sampler=own)
 
 
-def padded_to_longest(samples: list[int]) -> Any:
+def padded_to_longest(samples):
     """Batches whose width is that of their longest sample, and whose last one is short."""
     width = max(samples)
     return torch.tensor([[sample] * width for sample in samples])
 
 
-def own_slice(batch: Any, rows: slice, *, process_index: int, num_processes: int) -> Any:
+def own_slice(batch, rows, *, process_index, num_processes):
     """Each rank gets its rows, and the whole of what has none."""
     return {"rows": batch["rows"][rows], "all": batch["rows"], "rank": process_index}
 
 
-def as_dict(samples: list[int]) -> Any:
+def as_dict(samples):
     return {"rows": torch.tensor(samples)}
 
 
-def dispatches() -> dict[str, Any]:
-    def batches(loader: Any) -> list[Any]:
+def dispatches():
+    def batches(loader):
         assert isinstance(loader, DataLoaderDispatcher)
         given = [batch.tolist() for batch in loader]
         assert len(loader) == len(given)
         return given
 
-    def stream(count: int, size: int = 3, **options: Any) -> Any:
+    def stream(count, size=3, **options):
         kind = SizedStream if this_rank() else type("Read", (Reads, SizedStream), {})
         return DataLoader(kind(count), batch_size=size, **options)
 
     dropping = BatchSampler(range(12), 4, drop_last=True)
-    results: dict[str, Any] = {
+    results = {
         "golden": batches(prepare(stream(10))),
         "split": batches(prepare(stream(9, 4), split_batches=True)),
         "padded": batches(prepare(stream(9))),
         "sampler drops last": batches(
-            prepare(
-                DataLoader(range(12), batch_sampler=dropping),  # type: ignore[arg-type]
-                dispatch_batches=True,
-            )
+            prepare(DataLoader(range(12), batch_sampler=dropping), dispatch_batches=True)
         ),
         "drop_last": batches(prepare(stream(10, drop_last=True))),
         "uneven": batches(prepare(stream(9), even_batches=False)),
@@ -398,7 +392,7 @@ def dispatches() -> dict[str, Any]:
         "divided buckets": batches(prepare(buckets(), dispatch_batches=True, split_batches=True)),
         "ragged": batches(
             prepare(
-                DataLoader(range(1, 8), batch_size=4, collate_fn=padded_to_longest),  # type: ignore[arg-type]
+                DataLoader(range(1, 8), batch_size=4, collate_fn=padded_to_longest),
                 dispatch_batches=True,
                 split_batches=True,
             )
@@ -418,7 +412,7 @@ def dispatches() -> dict[str, Any]:
         (batch["rows"].tolist(), batch["all"].tolist(), batch["rank"]) for batch in by_hand
     ]
     results["epoch"] = by_hand.iteration
-    mesh: Any = SimpleNamespace(mesh=torch.arange(2)[None], mesh_dim_names=("dp_shard", "tp"))
+    mesh = SimpleNamespace(mesh=torch.arange(2)[None], mesh_dim_names=("dp_shard", "tp"))
     results["of one share"] = batches(
         DataLoaderDispatcher(range(5), torch_device_mesh=mesh, batch_size=2)
     )
@@ -437,11 +431,11 @@ def dispatches() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def dispatched() -> list[dict[str, Any]]:
+def dispatched():
     return run_ranks(dispatches, 2)
 
 
-def test_rank_0_reads_for_all(dispatched: list[dict[str, Any]]) -> None:
+def test_rank_0_reads_for_all(dispatched):
     first, second = dispatched
     assert (first["golden"], second["golden"]) == ([[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]])
     assert (first["split"][-1], second["split"]) == ([8], [[2, 3], [6, 7], [0]])
@@ -471,7 +465,7 @@ def test_rank_0_reads_for_all(dispatched: list[dict[str, Any]]) -> None:
         assert "has no rows to divide" in got["no rows"]
 
 
-def test_batches_of_any_form_are_dispatched(dispatched: list[dict[str, Any]]) -> None:
+def test_batches_of_any_form_are_dispatched(dispatched):
     first, second = dispatched
     numbers, texts, counts = second["mixed"][1]
     assert numbers.tolist() == [8, 9]
@@ -486,7 +480,7 @@ def test_batches_of_any_form_are_dispatched(dispatched: list[dict[str, Any]]) ->
 # Loaders whose last round has nothing for some ranks.
 
 
-def steps_and_samples(loader: Any, num_common: int) -> tuple[list[Any], int | None]:
+def steps_and_samples(loader, num_common):
     """A loop whose first ``num_common`` steps all ranks gather; how many samples it says."""
     given = []
     for number, batch in enumerate(loader):
@@ -498,8 +492,8 @@ def steps_and_samples(loader: Any, num_common: int) -> tuple[list[Any], int | No
     return given, loader.progress()[2]
 
 
-def ends_early() -> dict[str, Any]:
-    results: dict[str, Any] = {
+def ends_early():
+    results = {
         "each its own": steps_and_samples(prepare(numbers(9), even_batches=False), 1),
         "even": steps_and_samples(prepare(numbers(10), dispatch_batches=True), 2),
     }
@@ -510,7 +504,7 @@ def ends_early() -> dict[str, Any]:
     return results
 
 
-def test_ranks_make_the_same_steps_until_one_has_no_more() -> None:
+def test_ranks_make_the_same_steps_until_one_has_no_more():
     first, second = run_ranks(ends_early, 2, timeout=30)
     assert first["each its own"] == ([[0, 1, 2], [6, 7, 8]], 9)
     assert second["each its own"] == ([[3, 4, 5]], 9)
@@ -518,13 +512,13 @@ def test_ranks_make_the_same_steps_until_one_has_no_more() -> None:
     assert (first["skipped"], second["skipped"]) == ((1, 1), (0, 1)), "in the same epoch"
 
 
-def test_rows_of_one_sample_stay_together() -> None:
+def test_rows_of_one_sample_stay_together():
     """Of each sample the collate function makes two rows, all first ones before the second ones."""
 
-    def rows(*samples: int) -> list[int]:
+    def rows(*samples):
         return [*samples, *(100 + sample for sample in samples)]
 
-    def divide(batches: list[list[int]], has_first: bool = False, **config: Any) -> list[Any]:
+    def divide(batches, has_first=False, **config):
         raw = DataLoader(SizedStream(11), batch_size=4)
         loader = loading.prepare(raw, 0, 2, dispatch_batches=True, **config)
         rounds = loader._rounds(iter([torch.tensor(batch) for batch in batches]), has_first)

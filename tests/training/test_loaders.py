@@ -49,9 +49,7 @@ from tests.training.loading import (
 )
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_pass_draws_nothing_from_the_global_numbers(
-    sampler: Any, workers: int, size: int
-) -> None:
+def test_a_pass_draws_nothing_from_the_global_numbers(sampler, workers, size):
     before = torch.get_rng_state()
     prepared = prepare(numbers(12, sampler=sampler(), num_workers=workers), 0, size)
     first, second = lists(prepared), lists(prepared)
@@ -59,8 +57,8 @@ def test_a_pass_draws_nothing_from_the_global_numbers(
     assert (first == second) == isinstance(prepared.sampler, SequentialSampler)
 
 
-def test_the_order_follows_from_the_seed() -> None:
-    def order(seed: int, ordinal: int = 0) -> Any:
+def test_the_order_follows_from_the_seed():
+    def order(seed, ordinal=0):
         set_seed(seed)
         return lists(prepare(numbers(20, shuffle=True), ordinal=ordinal))
 
@@ -69,8 +67,8 @@ def test_the_order_follows_from_the_seed() -> None:
     assert order(1) != order(1, ordinal=1), "two loaders go through their data alike"
 
 
-def test_a_generator_of_ones_own_gives_the_order_that_it_gives_torch() -> None:
-    def loader() -> DataLoader[Any]:
+def test_a_generator_of_ones_own_gives_the_order_that_it_gives_torch():
+    def loader():
         return numbers(20, shuffle=True, generator=torch.Generator().manual_seed(5))
 
     raw, prepared = loader(), prepare(loader())
@@ -78,8 +76,8 @@ def test_a_generator_of_ones_own_gives_the_order_that_it_gives_torch() -> None:
         assert lists(prepared) == lists(raw)
 
 
-def test_the_seedable_order() -> None:
-    def loader(rank: int = 0, size: int = 1, **config: Any) -> Any:
+def test_the_seedable_order():
+    def loader(rank=0, size=1, **config):
         return prepare(numbers(8, 2, shuffle=True), rank, size, use_seedable_sampler=True, **config)
 
     first = loader(data_seed=1)
@@ -89,7 +87,7 @@ def test_the_seedable_order() -> None:
     again.set_epoch(1)
     assert lists(again) == epochs[1]
     batches = BatchSampler(RandomSampler(range(8)), 2, drop_last=False)
-    raw: Any = DataLoader(torch.arange(8), sampler=batches, batch_size=None)  # type: ignore[arg-type]
+    raw = DataLoader(torch.arange(8), sampler=batches, batch_size=None)
     as_sampler = prepare(raw, use_seedable_sampler=True, data_seed=1)
     assert [lists(as_sampler), lists(as_sampler)] == epochs
     halves = [lists(loader(rank, 2, data_seed=1)) for rank in range(2)]
@@ -99,8 +97,8 @@ def test_the_seedable_order() -> None:
     assert from_seed == lists(loader(data_seed=4))
 
 
-def test_whoever_sets_the_epoch_last_is_heard() -> None:
-    sampler = DistributedSampler(range(8), num_replicas=1, rank=0)  # type: ignore[arg-type]
+def test_whoever_sets_the_epoch_last_is_heard():
+    sampler = DistributedSampler(range(8), num_replicas=1, rank=0)
     prepared = prepare(numbers(8, sampler=sampler))
     for epoch in (0, 5, 3):
         sampler.set_epoch(epoch)
@@ -108,7 +106,7 @@ def test_whoever_sets_the_epoch_last_is_heard() -> None:
         assert [value for batch in prepared for value in batch.tolist()] == expected
 
 
-def test_an_epoch_is_over_with_its_last_batch() -> None:
+def test_an_epoch_is_over_with_its_last_batch():
     prepared = prepare(numbers(4, 2, shuffle=True), use_seedable_sampler=True, data_seed=1)
     passed = iter(prepared)
     seen = [next(passed).tolist() for _ in range(len(prepared))]
@@ -119,7 +117,7 @@ def test_an_epoch_is_over_with_its_last_batch() -> None:
 
 
 @pytest.mark.parametrize("num_given", [1, 2])  # after 2, the indices of the last batch are taken
-def test_an_epoch_that_was_left_comes_again(num_given: int) -> None:
+def test_an_epoch_that_was_left_comes_again(num_given):
     prepared = prepare(numbers(10, 4, shuffle=True), use_seedable_sampler=True, data_seed=1)
     left = iter(prepared)
     first = [next(left).tolist() for _ in range(num_given)]
@@ -131,11 +129,11 @@ def test_an_epoch_that_was_left_comes_again(num_given: int) -> None:
     assert lists(prepared) != again
 
 
-def test_the_epoch_reaches_samplers_and_datasets() -> None:
+def test_the_epoch_reaches_samplers_and_datasets():
     class Sampler(SequentialSampler):
         epochs: list[int] = []  # noqa: RUF012
 
-        def set_epoch(self, epoch: int) -> None:
+        def set_epoch(self, epoch):
             self.epochs.append(epoch)
 
     prepared = prepare(numbers(4, 1, sampler=Sampler(range(4))), 0, 2)
@@ -152,17 +150,17 @@ def test_the_epoch_reaches_samplers_and_datasets() -> None:
 class Draws:
     """A dataset whose samples are random numbers of the worker."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return int(torch.randint(1 << 60, ()))
 
 
-def test_workers_of_two_ranks_draw_different_numbers() -> None:
-    def draws(rank: int) -> Any:
+def test_workers_of_two_ranks_draw_different_numbers():
+    def draws(rank):
         own = torch.Generator().manual_seed(3)
-        raw = DataLoader(Draws(), num_workers=1, generator=own)  # type: ignore[arg-type]
+        raw = DataLoader(Draws(), num_workers=1, generator=own)
         return prepare(raw, rank, 2, even_batches=False)
 
     first, second = draws(0), draws(1)
@@ -177,12 +175,12 @@ def test_workers_of_two_ranks_draw_different_numbers() -> None:
 # The end, and which loader is active.
 
 
-def trace(loader: Any) -> list[tuple[bool, int]]:
+def trace(loader):
     state = GradientState()
     return [(state.end_of_dataloader, state.remainder) for _ in loader]
 
 
-def test_the_last_batch_is_known_to_be_the_last() -> None:
+def test_the_last_batch_is_known_to_be_the_last():
     prepared = prepare(numbers(10), 0, 2)
     assert trace(prepared) == trace(prepared) == [(False, 4), (True, 4)]
     assert prepared.end_of_dataloader
@@ -195,7 +193,7 @@ def test_the_last_batch_is_known_to_be_the_last() -> None:
     assert (active_loaders().position.end_of_dataloader, GradientState().remainder) == (False, -1)
 
 
-def test_the_inner_loop_answers_while_it_runs() -> None:
+def test_the_inner_loop_answers_while_it_runs():
     outer, inner = prepare(numbers(6)), prepare(numbers(9))
     seen = []
     for _ in outer:
@@ -209,12 +207,12 @@ def test_the_inner_loop_answers_while_it_runs() -> None:
     assert seen == [False, False, True, True]
 
 
-def _raise_within(loader: Any) -> None:
+def _raise_within(loader):
     for batch in loader:
         raise KeyError(batch)
 
 
-def test_an_inner_loop_that_raises_is_forgotten() -> None:
+def test_an_inner_loop_that_raises_is_forgotten():
     outer, inner = prepare(numbers(6)), prepare(numbers(3))
     for _ in outer:
         with pytest.raises(KeyError):
@@ -222,7 +220,7 @@ def test_an_inner_loop_that_raises_is_forgotten() -> None:
         assert active_loaders().position.loader is outer
 
 
-def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
+def test_samples_of_a_short_last_batch_are_counted_as_they_are():
     for loader in (numbers(10, 4), numbers(12, 4), numbers(10, 4, drop_last=True)):
         prepared = prepare(loader)
         expected = sum(map(len, prepared))
@@ -235,7 +233,7 @@ def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
             assert skipping.progress() == (1, 0, 10)
 
 
-def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
+def test_iterators_that_are_kept_do_not_answer_for_others():
     train, other = prepare(numbers(6)), prepare(numbers(3))
     left = iter(other)
     next(left)  # its last batch, and it is still referenced
@@ -246,38 +244,38 @@ def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     assert not active_loaders().stack
 
 
-def test_a_dataset_that_raises_ends_the_pass() -> None:
+def test_a_dataset_that_raises_ends_the_pass():
     class Broken:
-        def __len__(self) -> int:
+        def __len__(self):
             return 6
 
-        def __getitem__(self, index: int) -> int:
+        def __getitem__(self, index):
             if index == 5:
                 raise OSError("unreadable")
             return index
 
     with pytest.raises(OSError, match="unreadable"):
-        list(prepare(DataLoader(Broken(), batch_size=2)))  # type: ignore[arg-type]
+        list(prepare(DataLoader(Broken(), batch_size=2)))
     assert not active_loaders().stack
 
 
 class Counting(ranks.RankContext):
     """A context that counts batches, and stops at one."""
 
-    def __init__(self, stop_at: int) -> None:
+    def __init__(self, stop_at):
         super().__init__(rank=0, local_rank=0, world_size=1, local_world_size=1)
-        self.counts: list[int | None] = []
-        self.numbers: list[int | None] = []
+        self.counts = []
+        self.numbers = []
         self.stop_at = stop_at
 
-    def count_batch(self, total: int | None = None, number: int | None = None) -> None:
+    def count_batch(self, total=None, number=None):
         if len(self.counts) == self.stop_at:
             raise RunStopped("the run was stopped")
         self.counts.append(total)
         self.numbers.append(number)
 
 
-def test_batches_are_counted_and_a_stop_leaves_the_loop() -> None:
+def test_batches_are_counted_and_a_stop_leaves_the_loop():
     before = ranks.current()
     counting = Counting(stop_at=6)
     ranks.enter(counting)
@@ -297,7 +295,7 @@ def test_batches_are_counted_and_a_stop_leaves_the_loop() -> None:
 
 
 @pytest.mark.parametrize("num_given", [0, 3, 4])
-def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
+def test_a_stop_keeps_the_place_for_a_checkpoint(num_given):
     before = ranks.current()
     ranks.enter(Counting(stop_at=num_given))
     try:
@@ -319,9 +317,7 @@ def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
 
 
 @pytest.mark.parametrize(("trains", "inner_given"), [(False, 1), (True, 0)])
-def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(
-    trains: bool, inner_given: int
-) -> None:
+def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(trains, inner_given):
     before = ranks.current()
     ranks.enter(Counting(stop_at=2))
     try:
@@ -336,7 +332,7 @@ def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(
     assert given == [(0, 1), (0, inner_given)], "an evaluation begins anew"
 
 
-def _evaluate_at_each_step(outer: Any, inner: Any, trains: bool) -> None:
+def _evaluate_at_each_step(outer, inner, trains):
     accumulation = Accumulation(GradientAccumulationPlugin())
     for _ in outer:
         if trains:
@@ -348,7 +344,7 @@ def _evaluate_at_each_step(outer: Any, inner: Any, trains: bool) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_skipping_batches_of_a_prepared_loader(workers: int) -> None:
+def test_skipping_batches_of_a_prepared_loader(workers):
     loader = prepare(numbers(10, num_workers=workers), 1, 2)
     skipping = skip_first_batches(loader, 1)
     assert lists(skipping) == [[9, 0, 1]]
@@ -360,14 +356,14 @@ def test_skipping_batches_of_a_prepared_loader(workers: int) -> None:
     assert lists(skip_first_batches(loader, 5)) == []
 
 
-def test_skipping_batches_with_workers_that_stay() -> None:
+def test_skipping_batches_with_workers_that_stay():
     loader = prepare(numbers(6, 2, num_workers=1, persistent_workers=True))
     skipping = skip_first_batches(loader, 2)
     assert lists(skipping) == lists(skipping) == [[4, 5]]
     assert lists(loader) == lists(loader) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_skipping_batches_of_streams() -> None:
+def test_skipping_batches_of_streams():
     raw = DataLoader(Stream(10), batch_size=2)
     assert lists(skip_first_batches(prepare(raw), 4)) == [[8, 9]]
     each = skip_first_batches(prepare(raw, 1, 2, dispatch_batches=False), 1)
@@ -377,21 +373,21 @@ def test_skipping_batches_of_streams() -> None:
     assert len(unprepared) == 2
 
 
-def test_a_stream_without_its_first_batches_is_prepared_before() -> None:
+def test_a_stream_without_its_first_batches_is_prepared_before():
     raw = skip_first_batches(DataLoader(SizedStream(12), batch_size=2), 3)
     with pytest.raises(ConfigError, match="without its first 3 batches: prepare the loader first"):
         prepare(raw)
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_users_own_loader_without_its_first_batches(stateful: bool) -> None:
+def test_a_users_own_loader_without_its_first_batches(stateful):
     raw = Doubled(SizedStream(8), batch_size=2)
     assert lists(skip_first_batches(raw, 2)) == [[8, 10], [12, 14]]
     prepared = prepare(raw, use_stateful_dataloader=stateful)
     assert lists(skip_first_batches(prepared, 2)) == [[8, 10], [12, 14]]
 
 
-def test_skipping_batches_of_a_loader_not_prepared() -> None:
+def test_skipping_batches_of_a_loader_not_prepared():
     raw = numbers(10, 2)
     skipping = skip_first_batches(raw, 3)
     assert lists(skipping) == [[6, 7], [8, 9]]
@@ -399,19 +395,19 @@ def test_skipping_batches_of_a_loader_not_prepared() -> None:
     assert lists(prepare(skipping, 1, 2)) == [[8, 9]]
     assert lists(skip_first_batches(skipping, 4)) == [[8, 9]]
     assert len(lists(raw)) == 5
-    one_by_one = DataLoader(torch.arange(4), batch_size=None)  # type: ignore[arg-type]
+    one_by_one = DataLoader(torch.arange(4), batch_size=None)
     assert lists(skip_first_batches(one_by_one, 3)) == [3]
     for number in (-1, 1.0, "1", None):
         with pytest.raises(
             ConfigError, match=f"num_batches={number!r}: expected a whole number, 0 "
         ):
-            skip_first_batches(raw, number)  # type: ignore[arg-type]
+            skip_first_batches(raw, number)
 
 
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("given", [0, 1, 3])
-def test_a_restored_loader_gives_the_rest_of_its_epoch(given: int, seedable: bool) -> None:
-    def loader(seed: int) -> Any:
+def test_a_restored_loader_gives_the_rest_of_its_epoch(given, seedable):
+    def loader(seed):
         set_seed(seed)
         return prepare(numbers(10, 2, shuffle=True), use_seedable_sampler=seedable, data_seed=1)
 
@@ -436,7 +432,7 @@ def test_a_restored_loader_gives_the_rest_of_its_epoch(given: int, seedable: boo
     assert lists(third) == following
 
 
-def test_a_loader_that_is_prepared_again_goes_on_in_the_same_order() -> None:
+def test_a_loader_that_is_prepared_again_goes_on_in_the_same_order():
     raw = numbers(10, 2, shuffle=True)
     first = prepare(raw)
     running = iter(first)
@@ -447,11 +443,11 @@ def test_a_loader_that_is_prepared_again_goes_on_in_the_same_order() -> None:
     again.load_state_dict(state)
     assert lists(again) == rest
     assert lists(again) == lists(first), "the epoch after it"
-    assert raw.sampler.generator is None, "the user's"  # type: ignore[attr-defined]
+    assert raw.sampler.generator is None, "the user's"
 
 
 @pytest.mark.parametrize("skipped", [5, 7])
-def test_the_whole_epoch_that_was_complete_is_skipped(skipped: int) -> None:
+def test_the_whole_epoch_that_was_complete_is_skipped(skipped):
     loader = prepare(numbers(10, 2, shuffle=True))
     list(loader)
     taken = loader.state_dict()
@@ -466,8 +462,8 @@ class OwnLoader(DataLoader[Any]):
     """A loader class of a library."""
 
 
-def test_a_loader_is_pickled_in_the_middle_of_a_pass() -> None:
-    loader = Accelerator(cpu=True).prepare(OwnLoader(range(12), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+def test_a_loader_is_pickled_in_the_middle_of_a_pass():
+    loader = Accelerator(cpu=True).prepare(OwnLoader(range(12), batch_size=2, shuffle=True))
     list(loader)
     running = iter(loader)
     next(running)

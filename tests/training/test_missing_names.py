@@ -4,7 +4,6 @@ import ast
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,18 +34,18 @@ NAMES = sorted(
 )
 
 
-def without(name: str) -> None:
+def without(name):
     """Have ``of_torch`` ask for a name that no torch has."""
     altered = re.sub(rf"\b{name}\b", f"_gone{name}", SOURCE)
     exec(compile(altered, of_torch.__file__, "exec"), vars(of_torch))
 
 
-def train_without(names: list[str], folder: str) -> dict[str, tuple[list[str], float]]:
+def train_without(names, folder):
     """The lines that are shown without each name, and the weights' sum after training."""
-    lines: list[str] = []
+    lines = []
 
     class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             lines.append(record.getMessage())
 
     logging.getLogger("notebook_accel").addHandler(Handler())
@@ -60,7 +59,7 @@ def train_without(names: list[str], folder: str) -> dict[str, tuple[list[str], f
     return found
 
 
-def train(folder: str) -> float:
+def train(folder):
     torch.manual_seed(0)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin(), rng_types=[]
@@ -98,12 +97,12 @@ def train(folder: str) -> float:
     return sum(each.full_tensor().sum().item() for each in model.parameters())
 
 
-def test_training_goes_on_without_each_private_name(tmp_path: Path) -> None:
+def test_training_goes_on_without_each_private_name(tmp_path):
     assert {"_unsharded_param", "_version", "_flatten", "_spec"} <= {*NAMES}
     of_ranks = run_ranks(train_without, 2, NAMES, str(tmp_path), timeout=110)
     reported = {name for name, seen in of_ranks[0].items() if seen[0]}
     assert {"_flatten", "_found_inf_per_device", "_modules", "_spec", "_version"} <= reported
     for found in of_ranks:
-        expected: Any = found[""][1]
+        expected = found[""][1]
         assert [name for name, seen in found.items() if len(seen[0]) > 1] == []
         assert {name: seen[1] for name, seen in found.items()} == dict.fromkeys(found, expected)

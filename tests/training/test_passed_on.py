@@ -5,7 +5,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import accelerate.utils as peer
 import pytest
@@ -38,7 +38,7 @@ INPUTS = torch.ones(3, 4)
 
 # From the third step on; weights of 16 x 16 are worth compressing to a rank of 1.
 POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
-WRAPPERS: dict[str, dict[str, Any]] = {
+WRAPPERS = {
     "plain": {},
     "fp16": {"comm_hook": "fp16"},
     "power_sgd": {"comm_hook": "power_sgd", "comm_state_option": POWER},
@@ -55,7 +55,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 HALF = {"fp16", "power_sgd in fp16"}
 
 
-def train_wrapped(options: dict[str, Any]) -> dict[str, Any]:
+def train_wrapped(options):
     handler = DistributedDataParallelKwargs(**options)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def train_wrapped(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def wrap_by_hand() -> list[float]:
+def wrap_by_hand():
     """A user's own wrapper, with the hook of the handler."""
     handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=2)
     model = DistributedDataParallel(nn.Linear(4, 4), **handler.to_kwargs())
@@ -90,32 +90,31 @@ def wrap_by_hand() -> list[float]:
     return model.module.weight.grad.flatten().tolist()
 
 
-def wrap_as_set() -> int:
+def wrap_as_set():
     """A handler that came after the Accelerator, as Transformers' Trainer sets it."""
     accelerator = Accelerator(cpu=True)
     accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
     return int(accelerator.prepare(nn.Linear(2, 1)).bucket_bytes_cap)
 
 
-def draw(rng_types: Any, **config: Any) -> dict[str, Any]:
+def draw(rng_types, **config):
     accelerator = Accelerator(
         cpu=True, rng_types=rng_types, dataloader_config=DataLoaderConfiguration(**config)
     )
     torch.manual_seed(accelerator.process_index)
-    loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
     order = [number for batch in loader for number in batch.tolist()]
     return {"order": order, "drawn": float(torch.rand(()))}
 
 
-def every_second_row(batch: Any, rows: slice, *, process_index: int, num_processes: int) -> Any:
+def every_second_row(batch, rows, *, process_index, num_processes):
     return batch[process_index::num_processes]
 
 
-def on_two_ranks() -> dict[str, Any]:
+def on_two_ranks():
     dispatched = DataLoaderConfiguration(dispatch_batches=True)
     loader = Accelerator(cpu=True, dataloader_config=dispatched).prepare_data_loader(
-        DataLoader(range(8), batch_size=2),  # type: ignore[arg-type]
-        slice_fn_for_dispatch=every_second_row,
+        DataLoader(range(8), batch_size=2), slice_fn_for_dispatch=every_second_row
     )
     return {
         "wrapped": {name: train_wrapped(options) for name, options in WRAPPERS.items()},
@@ -130,12 +129,12 @@ def on_two_ranks() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def ranks():
     return run_ranks(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_how_models_are_wrapped(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_how_models_are_wrapped(name, ranks):
     first, second = (each["wrapped"][name] for each in ranks)
     plain = ranks[0]["wrapped"]["plain"]
     assert first["weights"] == second["weights"], "ranks stay alike"
@@ -154,15 +153,15 @@ def test_how_models_are_wrapped(name: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("hook", utils.DDPCommunicationHookType.list())
-def test_hooks_are_those_that_accelerate_registers(hook: str) -> None:
+def test_hooks_are_those_that_accelerate_registers(hook):
     """Among them bf16, which torch allows over NCCL alone, and batched PowerSGD, whose first
     compression fails in torch 2.13 (it wants a batch of matrices and gives itself one)."""
-    registered: list[Any] = []
+    registered = []
 
-    def register(state: Any, hook: Any) -> None:
+    def register(state, hook):
         registered.append((hook, getattr(state, "matrix_approximation_rank", None)))
 
-    model: Any = SimpleNamespace(register_comm_hook=register)
+    model = SimpleNamespace(register_comm_hook=register)
     for library in (utils, peer):
         handler = library.DistributedDataParallelKwargs(
             comm_hook=library.DDPCommunicationHookType(hook),
@@ -173,14 +172,14 @@ def test_hooks_are_those_that_accelerate_registers(hook: str) -> None:
     assert bool(registered) == (hook != "no")
 
 
-def test_a_hook_for_a_wrapper_of_ones_own(ranks: list[dict[str, Any]]) -> None:
+def test_a_hook_for_a_wrapper_of_ones_own(ranks):
     gradients = torch.tensor(ranks[0]["by hand"])
     assert ranks[0]["by hand"] == ranks[1]["by hand"]
     assert torch.equal(gradients.half().float(), gradients)
     assert ranks[0]["as set"] == 2 << 20
 
 
-def test_random_numbers_that_ranks_take_from_rank_0(ranks: list[dict[str, Any]]) -> None:
+def test_random_numbers_that_ranks_take_from_rank_0(ranks):
     first, second = ranks
     for name in ("no types", "both", "torch", "seedable"):
         assert sorted(first[name]["order"] + second[name]["order"]) == list(range(8))
@@ -189,23 +188,23 @@ def test_random_numbers_that_ranks_take_from_rank_0(ranks: list[dict[str, Any]])
         assert first[name]["drawn"] == second[name]["drawn"]
 
 
-def test_random_numbers_that_a_rank_does_not_have() -> None:
+def test_random_numbers_that_a_rank_does_not_have():
     for given in (["torch", "cuda"], ["dice"]):
         with pytest.raises(ConfigError, match=rf"has '{given[-1]}', and this rank, on cpu, has"):
             Accelerator(cpu=True, rng_types=given)
 
 
-def test_what_slices_dispatched_batches(ranks: list[dict[str, Any]]) -> None:
+def test_what_slices_dispatched_batches(ranks):
     assert [each["sliced"] for each in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
-def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
+def on_two_machines(folder, save_on_each_node):
     """Each rank is the first of a machine, whose disk no other one sees."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     own = Path(folder, f"machine {os.environ['RANK']}")
     own.mkdir()
     os.chdir(own)
-    checkpoint.start.resolved = Path  # type: ignore[assignment]  # one path, two disks
+    checkpoint.start.resolved = Path  # one path, two disks
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(save_on_each_node=save_on_each_node)
     )
@@ -230,7 +229,7 @@ def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
     return {"written": written, "loaded": loaded, "told": told}
 
 
-def test_each_machine_writes_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_each_machine_writes_where_it_is_asked_to(tmp_path):
     for each, folder in ((True, "each"), (False, "one")):
         (tmp_path / folder).mkdir()
         first, second = run_ranks(on_two_machines, 2, str(tmp_path / folder), each)
@@ -253,7 +252,7 @@ def test_each_machine_writes_where_it_is_asked_to(tmp_path: Path) -> None:
 # ---- one process
 
 
-def test_how_the_loss_scale_moves() -> None:
+def test_how_the_loss_scale_moves():
     handler = GradScalerKwargs(
         init_scale=4.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=1
     )
@@ -270,11 +269,11 @@ def test_how_the_loss_scale_moves() -> None:
     assert scales == [12.0, 36.0, 9.0]
 
 
-def test_whether_autocast_keeps_weights() -> None:
+def test_whether_autocast_keeps_weights():
     seen = []
 
     class Model(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def forward(self, inputs):
             seen.append(torch.is_autocast_cache_enabled())
             return super().forward(inputs)
 
@@ -287,9 +286,9 @@ def test_whether_autocast_keeps_weights() -> None:
     assert seen == [True, True, False, False]
 
 
-def test_a_profiler_is_built_as_accelerate_builds_it() -> None:
-    ready: list[Any] = []
-    fields: dict[str, Any] = {
+def test_a_profiler_is_built_as_accelerate_builds_it():
+    ready = []
+    fields = {
         "activities": ["cpu"],
         "schedule_option": {"wait": 0, "warmup": 1, "active": 1, "repeat": 1},
         "on_trace_ready": ready.append,
@@ -311,7 +310,7 @@ def test_a_profiler_is_built_as_accelerate_builds_it() -> None:
         ProfileKwargs(activities=["cpu", "gpu"]).build()
 
 
-HANDLERS: list[tuple[str, dict[str, Any]]] = [
+HANDLERS = [
     ("AutocastKwargs", {"enabled": False}),
     ("AutocastKwargs", {}),
     ("GradScalerKwargs", {"init_scale": 4.0, "growth_interval": 2000}),
@@ -324,7 +323,7 @@ HANDLERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields"), HANDLERS)
-def test_handlers_give_the_fields_that_accelerates_give(name: str, fields: dict[str, Any]) -> None:
+def test_handlers_give_the_fields_that_accelerates_give(name, fields):
     """Those that differ from the defaults, as arguments for something of torch."""
     ours, theirs = getattr(utils, name)(**fields), getattr(peer, name)(**fields)
     assert isinstance(ours, utils.KwargsHandler)
@@ -340,7 +339,7 @@ def test_handlers_give_the_fields_that_accelerates_give(name: str, fields: dict[
         assert mine[field] == their_fields[field], field
 
 
-def test_an_optimizer_is_prepared_alone() -> None:
+def test_an_optimizer_is_prepared_alone():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare_model(nn.Linear(4, 1))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -358,7 +357,7 @@ def test_an_optimizer_is_prepared_alone() -> None:
     assert optimizer.num_steps == 1
 
 
-def test_a_projects_folders_move_until_logs_have_one() -> None:
+def test_a_projects_folders_move_until_logs_have_one():
     for kind in (ProjectConfiguration, peer.ProjectConfiguration):
         config = kind()
         config.set_directories("a")
@@ -374,7 +373,7 @@ def test_a_projects_folders_move_until_logs_have_one() -> None:
         ({"comm_wrapper": "power_sgd"}, "comm_wrapper='power_sgd': expected one of 'no', 'fp1"),
     ],
 )
-def test_compressions_that_are_not_there(fields: dict[str, Any], message: str) -> None:
+def test_compressions_that_are_not_there(fields, message):
     with pytest.raises(ConfigError, match=message):
         DistributedDataParallelKwargs(**fields)
 
@@ -383,7 +382,7 @@ def test_compressions_that_are_not_there(fields: dict[str, Any], message: str) -
 NOT_HERE = {"delayed_fp8_autocast", "flag_tensor", "has_lomo_optimizer"}
 
 
-def test_attributes_of_an_instance() -> None:
+def test_attributes_of_an_instance():
     ours, theirs = Accelerator(cpu=True), peer_accelerator(cpu=True)
     names = {name for name in vars(theirs) if not name.startswith("_")}
     assert {name for name in names if not hasattr(ours, name)} == NOT_HERE
@@ -397,13 +396,13 @@ def test_attributes_of_an_instance() -> None:
 class Noting(nn.Linear):
     computed_in: ClassVar[list[torch.dtype]] = []
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         outputs = super().forward(inputs)
         self.computed_in.append(outputs.dtype)
         return outputs
 
 
-def test_what_is_set_on_the_way_holds_from_then_on() -> None:
+def test_what_is_set_on_the_way_holds_from_then_on():
     handlers = [AutocastKwargs(cache_enabled=False), ProfileKwargs(), GradScalerKwargs()]
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)
     assert accelerator.autocast_handler is handlers[0]
@@ -431,15 +430,15 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
     accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
     assert accelerator.use_seedable_sampler
     assert not accelerator.native_amp
-    loader = accelerator.prepare(DataLoader(range(4), shuffle=True))  # type: ignore[arg-type]
+    loader = accelerator.prepare(DataLoader(range(4), shuffle=True))
     assert isinstance(loader.sampler, SeedableRandomSampler)
     assert (loader.rng_types, loader.device) == (("torch",), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
     assert not schedule.step_with_optimizer
     with pytest.raises(ConfigError, match="is a DistributedDataParallelKwargs or None, and a Pro"):
-        accelerator.ddp_handler = ProfileKwargs()  # type: ignore[assignment]
+        accelerator.ddp_handler = ProfileKwargs()
     with pytest.raises(ConfigError, match="dataloader_config is a dict"):
-        accelerator.dataloader_config = {}  # type: ignore[assignment]
+        accelerator.dataloader_config = {}
     with pytest.warns(UserWarning, match='native_amp=True has no effect with mixed_precision="no"'):
         Accelerator(cpu=True).native_amp = True

@@ -17,12 +17,10 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -58,7 +56,7 @@ LEFT_OUT = {
 OF_DATASETS = "test_split_between_processes_dataset"
 
 
-def stand_in_for_accelerate() -> None:
+def stand_in_for_accelerate():
     """Let ours be imported under Accelerate's name in this process, its scripts aside."""
     assert PEER is not None
     assert PEER.submodule_search_locations
@@ -78,10 +76,10 @@ def stand_in_for_accelerate() -> None:
     spec.loader.exec_module(tests)
 
 
-def stand_in_for(name: str) -> None:
+def stand_in_for(name):
     """A library that a script imports, and that nothing which runs here needs."""
 
-    def anything(name: str) -> MagicMock:
+    def anything(name):
         if name.startswith("__"):
             raise AttributeError(name)
         return MagicMock()
@@ -90,7 +88,7 @@ def stand_in_for(name: str) -> None:
     vars(module).update(__spec__=ModuleSpec(name, None), __getattr__=anything)
 
 
-def load(name: str, waiting: set[str]) -> Any:
+def load(name, waiting):
     """A script; the names of its checks are in ``waiting`` until they run."""
     script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     for each, check in inspect.getmembers(script, inspect.isfunction):
@@ -101,21 +99,21 @@ def load(name: str, waiting: set[str]) -> Any:
     return script
 
 
-def noting(check: Callable[..., Any], waiting: set[str]) -> Callable[..., Any]:
+def noting(check, waiting):
     @functools.wraps(check)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs):
         waiting.discard(check.__name__)
         return None if check.__name__ in DIFFERENT else check(*args, **kwargs)
 
     return run
 
 
-def run_scripts(folder: str) -> set[str]:
+def run_scripts(folder):
     """All scripts on this rank; gives the names of checks that did not run."""
     os.chdir(folder)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     stand_in_for_accelerate()
-    waiting: set[str] = set()
+    waiting = set()
     with contextlib.redirect_stdout(io.StringIO()):
         sync = run_basics(waiting)
         if os.environ["WORLD_SIZE"] != "1":
@@ -129,7 +127,7 @@ def run_scripts(folder: str) -> set[str]:
     return waiting
 
 
-def run_in_debug_mode() -> bool:
+def run_in_debug_mode():
     stand_in_for_accelerate()
     is_on = PartialState().debug
     with contextlib.redirect_stdout(io.StringIO()):
@@ -137,7 +135,7 @@ def run_in_debug_mode() -> bool:
     return is_on
 
 
-def run_basics(waiting: set[str]) -> Any:
+def run_basics(waiting):
     load("test_ops", waiting).main()
     load("test_script", waiting).main()
     sync = load("test_sync", waiting)
@@ -145,14 +143,14 @@ def run_basics(waiting: set[str]) -> Any:
     return sync
 
 
-def run_data_loop(script: Any, folder: str) -> None:
+def run_data_loop(script, folder):
     script.NUM_WORKERS = 1  # a rank and loader; it asks for four
     # Its ranks save into a folder each; ours write one checkpoint together.
     shared = SimpleNamespace(TemporaryDirectory=lambda: nullcontext(f"{folder}/state"))
     name = "test_join_raises_warning_for_iterable_when_overriding_even_batches"
     told_once = getattr(script, name)
 
-    def told_on_rank_0() -> None:
+    def told_on_rank_0():
         current().shared.pop("notices shown", None)
         with nullcontext() if current().rank == 0 else pytest.raises(IndexError):
             told_once()
@@ -167,14 +165,14 @@ def run_data_loop(script: Any, folder: str) -> None:
         script.main()
 
 
-def run_hooks(script: Any) -> None:
+def run_hooks(script):
     check = script.test_ddp_comm_hook
 
-    def unless_it_needs_nccl(hook: str, wrapper: str, options: dict[str, Any]) -> None:
+    def unless_it_needs_nccl(hook, wrapper, options):
         if "bf16" not in (hook, wrapper):
             check(hook, wrapper, options)
 
-    def on_the_host(model: torch.nn.Module, **_: Any) -> DistributedDataParallel:
+    def on_the_host(model, **_):
         return DistributedDataParallel(model)
 
     with (
@@ -184,7 +182,7 @@ def run_hooks(script: Any) -> None:
         script.main()
 
 
-def run_metrics(waiting: set[str]) -> None:
+def run_metrics(waiting):
     for name in ("datasets", "evaluate", "transformers"):
         stand_in_for(name)
     script = load("external_deps.test_metrics", waiting)
@@ -196,12 +194,12 @@ def run_metrics(waiting: set[str]) -> None:
 
 
 @pytest.mark.parametrize("ranks", LEFT_OUT)
-def test_accelerates_own_checks_pass(ranks: int, tmp_path: Path) -> None:
+def test_accelerates_own_checks_pass(ranks, tmp_path):
     missing = set() if importlib.util.find_spec("datasets") else {OF_DATASETS}
     results = run_ranks(run_scripts, ranks, str(tmp_path), timeout=100)
     assert results == [LEFT_OUT[ranks] | missing] * ranks
 
 
-def test_they_pass_in_debug_mode() -> None:
+def test_they_pass_in_debug_mode():
     """As Accelerate's own tests call them: by ``debug_launcher``."""
     assert list(debug_launcher(run_in_debug_mode)) == [True, True]

@@ -1,9 +1,7 @@
 """A training that is resumed sees the batches that it would have seen."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +17,16 @@ from tests.training.loading import numbers, prepare
 EPOCHS = 3
 
 
-def setup(seed: int, **loading: Any) -> tuple[Any, Any]:
+def setup(seed, **loading):
     torch.manual_seed(seed)
     config = DataLoaderConfiguration(**loading)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loader = DataLoader(range(20), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    loader = DataLoader(range(20), batch_size=2, shuffle=True)
     _, loader = accelerator.prepare(nn.Linear(1, 1), loader)
     return accelerator, loader
 
 
-def train(
-    accelerator: Any, loader: Any, folder: Path, save_at: int | None, done: int = 0
-) -> list[list[int]]:
+def train(accelerator, loader, folder, save_at, done=0):
     """Batches of all epochs from step ``done`` on, as scripts write it."""
     seen, step = [], done
     for _ in range(done // len(loader), EPOCHS):
@@ -44,9 +40,7 @@ def train(
 
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("save_at", [3, 10, 11, 19, 20])
-def test_a_resumed_training_goes_on_with_the_next_batch(
-    save_at: int, seedable: bool, tmp_path: Path
-) -> None:
+def test_a_resumed_training_goes_on_with_the_next_batch(save_at, seedable, tmp_path):
     whole = train(*setup(1, use_seedable_sampler=seedable), tmp_path / "state", save_at)
     # It forgot its seed; everything comes from the checkpoint.
     accelerator, loader = setup(2, use_seedable_sampler=seedable)
@@ -54,7 +48,7 @@ def test_a_resumed_training_goes_on_with_the_next_batch(
     assert train(accelerator, loader, tmp_path, None, save_at) == whole[save_at:]
 
 
-def test_a_script_that_skips_by_itself_gets_the_same(tmp_path: Path) -> None:
+def test_a_script_that_skips_by_itself_gets_the_same(tmp_path):
     whole = train(*setup(1), tmp_path / "state", 13)
     accelerator, loader = setup(2)
     accelerator.load_state(tmp_path / "state")
@@ -63,7 +57,7 @@ def test_a_script_that_skips_by_itself_gets_the_same(tmp_path: Path) -> None:
     assert rest == whole[13:]
 
 
-def test_a_loop_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
+def test_a_loop_that_is_under_way_is_left_alone(tmp_path):
     accelerator, loader = setup(1)
     for index, _ in enumerate(loader):
         if index == 2:
@@ -75,7 +69,7 @@ def test_a_loop_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
     assert len(list(loader)) == 10
 
 
-def draw() -> float:
+def draw():
     """An augmentation in worker processes: of each of the random numbers that samples draw from."""
     if get_worker_info() is None:
         return 0.0
@@ -83,16 +77,16 @@ def draw() -> float:
 
 
 class Augmented(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 23
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.tensor([index + draw()])
 
 
 class AugmentedStream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        worker: Any = get_worker_info()
+    def __iter__(self):
+        worker = get_worker_info()
         start, step = (worker.id, worker.num_workers) if worker else (0, 1)
         return (torch.tensor([index + draw()]) for index in range(start, 23, step))
 
@@ -100,12 +94,12 @@ class AugmentedStream(IterableDataset[torch.Tensor]):
 class OwnOrder(Sampler[int]):
     """A sampler that draws from the global random numbers, and has no generator to be given."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(np.random.permutation(23).tolist())
 
 
 # Dataset, loader, DataLoaderConfiguration.
-AUGMENTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+AUGMENTED = {
     "map": (Augmented, {"shuffle": True}, {}),
     "own order": (Augmented, {"sampler": OwnOrder()}, {}),
     "workers": (Augmented, {"shuffle": True, "num_workers": 2}, {}),
@@ -119,7 +113,7 @@ AUGMENTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "stateful": (Augmented, {}, {"use_stateful_dataloader": True}),
 }
 IN_THE_SECOND_EPOCH = ("own order", "workers that stay")
-DISPATCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+DISPATCHED = {
     "map": (Augmented, {"shuffle": True}, {"dispatch_batches": True}),
     "split": (Augmented, {"shuffle": True}, {"dispatch_batches": True, "split_batches": True}),
     "workers": (Augmented, {"num_workers": 2}, {"dispatch_batches": True}),
@@ -127,18 +121,18 @@ DISPATCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def learn(case: Any, folder: Path, save_at: int | None) -> list[float]:
+def learn(case, folder, save_at):
     """Two epochs whose steps draw random numbers too; resumed where there is a checkpoint."""
     kind, loading, config = case
     set_seed(1 if save_at else 2, device_specific=True)
     settings = DataLoaderConfiguration(**config)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
-    model: Any = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
-    loader: Any = DataLoader(kind(), batch_size=4, **loading)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader = DataLoader(kind(), batch_size=4, **loading)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     start = accelerator.resume_or_start(folder)
-    losses: list[float] = []
+    losses = []
     for _ in range(start.epoch, 2):
         for batch in loader:
             loss = model(batch).square().mean()
@@ -152,13 +146,13 @@ def learn(case: Any, folder: Path, save_at: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("name", AUGMENTED)
-def test_losses_are_those_of_a_run_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_a_run_that_was_never_stopped(name, tmp_path):
     case, save_at = AUGMENTED[name], 8 if name in IN_THE_SECOND_EPOCH else 3
     whole = learn(case, tmp_path / "run", save_at)
     assert learn(case, tmp_path / "run", None) == whole[save_at:]
 
 
-def learn_all(folder: str) -> dict[str, Any]:
+def learn_all(folder):
     found = {}
     for cases, save_at in ((DISPATCHED, 2), (AUGMENTED, 2)):
         for name in cases if cases is DISPATCHED else ("map", "workers", "stream"):
@@ -168,13 +162,13 @@ def learn_all(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_so_are_those_of_two_ranks_however_they_share_the_data(tmp_path: Path) -> None:
+def test_so_are_those_of_two_ranks_however_they_share_the_data(tmp_path):
     for found in run_ranks(learn_all, 2, str(tmp_path)):
         for name, (expected, resumed) in found.items():
             assert expected == resumed, name
 
 
-def test_other_ranks_go_on_at_the_first_sample_not_seen() -> None:
+def test_other_ranks_go_on_at_the_first_sample_not_seen():
     alone = prepare(numbers(24, 2))
     batches = iter(alone)
     for _ in range(6):

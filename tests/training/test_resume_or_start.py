@@ -6,9 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +21,7 @@ from tests.training.meshes import accelerator_for, data, make
 EPOCHS, SAMPLES = 3, 10
 
 
-def train(
-    folder: Path | str, *, stop: int = 0, saves: bool = True, mesh: str | None = None
-) -> dict[str, Any]:
+def train(folder, *, stop=0, saves=True, mesh=None):
     found = resuming.train(
         folder, mesh, samples=SAMPLES, epochs=EPOCHS, saves=lambda _: saves, stop=stop
     )
@@ -35,18 +31,17 @@ def train(
 
 
 @functools.cache
-def losses_of_whole() -> dict[str, float]:
+def losses_of_whole():
     """Of the training that is never stopped, and that saves nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        losses: dict[str, float] = train(folder, saves=False)["losses"]
-    return losses
+        return train(folder, saves=False)["losses"]
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, float]:
+def joined(parts):
     return {key: loss for part in parts for key, loss in part["losses"].items()}
 
 
-def test_the_same_line_begins_and_goes_on(tmp_path: Path) -> None:
+def test_the_same_line_begins_and_goes_on(tmp_path):
     parts = [train(tmp_path / "parts", stop=stop) for stop in (7, 4, 13, 0)]
     assert parts[0]["folder"] is None
     assert parts[0]["saved"][:2] == ["checkpoint_0", "checkpoint_1"]
@@ -61,18 +56,18 @@ def test_the_same_line_begins_and_goes_on(tmp_path: Path) -> None:
     assert (done["start"], done["losses"]) == ([3, 0, 15, 30], {})
 
 
-def told(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+def told(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
     return result, [str(one.message) for one in caught if "passes over" in str(one.message)]
 
 
-def cut(path: Path) -> None:
+def cut(path):
     path.write_bytes(path.read_bytes()[:-20])
 
 
-DAMAGE: dict[str, Callable[[Path], Any]] = {
+DAMAGE = {
     "model.safetensors": cut,
     "optimizer.bin": cut,
     "scheduler.bin": lambda path: path.write_bytes(b""),
@@ -82,7 +77,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGE))
-def test_a_broken_one_is_named_and_passed_over(name: str, tmp_path: Path) -> None:
+def test_a_broken_one_is_named_and_passed_over(name, tmp_path):
     folder = tmp_path / "run"
     train(folder, stop=4)
     DAMAGE[name](folder / "checkpoint_3" / name)
@@ -98,7 +93,7 @@ def test_a_broken_one_is_named_and_passed_over(name: str, tmp_path: Path) -> Non
     assert part["saved"][0] == "checkpoint_6", "no number is given twice"
 
 
-def test_it_begins_anew_where_every_one_is_broken(tmp_path: Path) -> None:
+def test_it_begins_anew_where_every_one_is_broken(tmp_path):
     train(tmp_path / "run", stop=2)
     for number in range(2):
         cut(tmp_path / "run" / f"checkpoint_{number}" / "model.safetensors")
@@ -108,10 +103,10 @@ def test_it_begins_anew_where_every_one_is_broken(tmp_path: Path) -> None:
     assert part["saved"][0] == "checkpoint_2"
 
 
-def test_what_is_found_broken_as_it_is_loaded_is_passed_over_too(tmp_path: Path) -> None:
+def test_what_is_found_broken_as_it_is_loaded_is_passed_over_too(tmp_path):
     train(tmp_path / "run", stop=3)
 
-    def spoil(number: int) -> None:
+    def spoil(number):
         path = tmp_path / "run" / f"checkpoint_{number}" / "random_states_0.pkl"
         states = torch.load(path)
         torch.save({**states, "numpy_random_seed": None}, path)
@@ -132,7 +127,7 @@ def test_what_is_found_broken_as_it_is_loaded_is_passed_over_too(tmp_path: Path)
         train(tmp_path / "run")
 
 
-def test_another_model_is_an_error_and_no_new_beginning(tmp_path: Path) -> None:
+def test_another_model_is_an_error_and_no_new_beginning(tmp_path):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))
     accelerator.resume_or_start(tmp_path)
@@ -143,9 +138,7 @@ def test_another_model_is_an_error_and_no_new_beginning(tmp_path: Path) -> None:
         other.resume_or_start(tmp_path)
 
 
-def saves(
-    folder: Path, where: list[Path | None], *, first: float = 0.0, **settings: Any
-) -> Accelerator:
+def saves(folder, where, *, first=0.0, **settings):
     """Save checkpoints whose one weight counts up."""
     accelerator = Accelerator(cpu=True, **settings)
     model = accelerator.prepare(nn.Linear(1, 1))
@@ -155,7 +148,7 @@ def saves(
     return accelerator
 
 
-def loaded(folder: Path, **settings: Any) -> tuple[float, str | None, str]:
+def loaded(folder, **settings):
     accelerator = Accelerator(cpu=True, **settings)
     model = accelerator.prepare(nn.Linear(1, 1))
     start = accelerator.resume_or_start(folder)
@@ -163,8 +156,8 @@ def loaded(folder: Path, **settings: Any) -> tuple[float, str | None, str]:
     return model.weight.item(), start.folder, str(next_one)
 
 
-def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path: Path) -> None:
-    def project(name: str) -> dict[str, Any]:
+def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path):
+    def project(name):
         configuration = ProjectConfiguration(
             str(tmp_path / name), automatic_checkpoint_naming=True, total_limit=2
         )
@@ -201,7 +194,7 @@ def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path: Path) -> Non
     assert loaded(d) == (1.0, str(d / "checkpoint_10"), "checkpoint_11")
 
 
-def test_a_position_that_was_loaded_and_not_yet_used_is_saved_again(tmp_path: Path) -> None:
+def test_a_position_that_was_loaded_and_not_yet_used_is_saved_again(tmp_path):
     train(tmp_path / "run", stop=5)
     accelerator = accelerator_for(None, gradient_accumulation_steps=2)
     model, optimizer = make({})
@@ -215,7 +208,7 @@ def test_a_position_that_was_loaded_and_not_yet_used_is_saved_again(tmp_path: Pa
     assert part["losses"].items() <= losses_of_whole().items()
 
 
-def on_ranks(folder: str, mesh: str | None, stop: int, saves: bool) -> dict[str, Any]:
+def on_ranks(folder, mesh, stop, saves):
     """Train on this rank; a rank of its own breaks its random state, where that is asked."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -224,7 +217,7 @@ def on_ranks(folder: str, mesh: str | None, stop: int, saves: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
-def test_two_ranks_agree(mesh: str | None, tmp_path: Path) -> None:
+def test_two_ranks_agree(mesh, tmp_path):
     whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, 0, False)
     run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, 5 if mesh else 4, True)
     # What rank 1 alone reads is broken in the newest.
@@ -254,9 +247,7 @@ def test_two_ranks_agree(mesh: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
-def test_another_number_of_ranks_goes_on_at_the_first_sample_not_seen(
-    mesh: str | None, tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_goes_on_at_the_first_sample_not_seen(mesh, tmp_path):
     run_ranks(on_ranks, 2, str(tmp_path), mesh, 7, True)
     part = train(tmp_path, mesh=mesh)
     # 7 batches of 2 ranks: an epoch of 10 samples, and 4 samples.

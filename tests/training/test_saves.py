@@ -7,7 +7,6 @@ import pickle
 import signal
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,25 +32,25 @@ FILES = ["model.safetensors", "optimizer.bin", *(f"random_states_{n}.pkl" for n 
 OF_RANK_0 = FILES[:3]
 
 
-def setup(**settings: Any) -> tuple[Accelerator, Any]:
+def setup(**settings):
     accelerator = Accelerator(cpu=True, **settings)
     inner = nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
     return accelerator, (model, optimizer)
 
 
-def step(accelerator: Accelerator, parts: Any) -> None:
+def step(accelerator, parts):
     accelerator.backward(parts[0](torch.ones(1, 2)).sum())
     parts[1].step()
     parts[1].zero_grad()
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(os.listdir(folder))
 
 
 @contextlib.contextmanager
-def saving_together() -> Iterator[None]:
+def saving_together():
     """Let ranks with whole models save as if each had a part."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DDPStrategy, "saves_together", property(lambda self: True))
@@ -61,7 +60,7 @@ def saving_together() -> Iterator[None]:
 # All together.
 
 
-def saves_to_folders_of_their_own(folder: Path) -> dict[str, Any]:
+def saves_to_folders_of_their_own(folder):
     """Each rank made up a name, from the time say; then the numbers go on, also after a rank has
     counted otherwise."""
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
@@ -77,10 +76,10 @@ def saves_to_folders_of_their_own(folder: Path) -> dict[str, Any]:
     }
 
 
-def fails_on(rank: int, folder: Path, *, in_background: bool = False) -> str:
+def fails_on(rank, folder, *, in_background=False):
     accelerator, _ = setup()
 
-    def hook(models: Any, weights: Any, output_dir: str) -> None:
+    def hook(models, weights, output_dir):
         if accelerator.process_index == rank:
             raise OSError("disk full")
 
@@ -100,7 +99,7 @@ def fails_on(rank: int, folder: Path, *, in_background: bool = False) -> str:
     return f"{told} {there} {files(folder)}"
 
 
-def comes_late(folder: Path) -> list[str]:
+def comes_late(folder):
     """Ranks 0 and 2 wait until a line names rank 1, which only then comes."""
     accelerator, _ = setup()
     saves._NOTICE_SECONDS = 0.05
@@ -111,18 +110,18 @@ def comes_late(folder: Path) -> list[str]:
         else:
             plain = warnings.warn
 
-            def warn(text: str, **options: Any) -> None:
+            def warn(text, **options):
                 plain(text, **options)
                 (folder / "told").touch()
 
-            saves.warnings = SimpleNamespace(warn=warn)  # type: ignore[assignment]
+            saves.warnings = SimpleNamespace(warn=warn)
         accelerator.save_state(folder / "state")
-    saves.warnings = warnings  # type: ignore[assignment]
+    saves.warnings = warnings
     barrier()
     return [str(one.message) for one in caught if "waits for" in str(one.message)]
 
 
-def saves_models(folder: Path) -> list[str]:
+def saves_models(folder):
     """Rank 0 alone where each rank has the model whole; and all where it is in parts."""
     accelerator, (model, _) = setup()
     if accelerator.is_main_process:
@@ -138,7 +137,7 @@ def saves_models(folder: Path) -> list[str]:
 # No rank waits for another.
 
 
-def rank_0_alone(folder: Path) -> dict[str, Any]:
+def rank_0_alone(folder):
     """It saves, numbered too, then all do; and all load what has one rank's random states."""
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     accelerator, parts = setup(project_config=project)
@@ -160,7 +159,7 @@ def rank_0_alone(folder: Path) -> dict[str, Any]:
     }
 
 
-def any_rank_but_0(folder: Path) -> dict[str, Any]:
+def any_rank_but_0(folder):
     """Each by its own validation loss, say."""
     saves._BEGIN_SECONDS = 0.2
     accelerator, parts = setup()
@@ -177,7 +176,7 @@ def any_rank_but_0(folder: Path) -> dict[str, Any]:
     return {"there": files(folder), "last": files(folder / "last"), "told": len(caught)}
 
 
-def best_by_rank_0_and_last_by_all(folder: Path) -> list[list[str]]:
+def best_by_rank_0_and_last_by_all(folder):
     """In one step, so that they differ by their names alone."""
     accelerator, _ = setup()
     if accelerator.is_main_process:
@@ -188,7 +187,7 @@ def best_by_rank_0_and_last_by_all(folder: Path) -> list[list[str]]:
     return [files(folder / name) for name in ("best", "last")]
 
 
-def loads_in_another_accelerator(folder: Path) -> dict[str, Any]:
+def loads_in_another_accelerator(folder):
     """What rank 0 is still writing when the others come to load it."""
     # Nothing that waits for the other ranks is prepared.
     accelerator = Accelerator(cpu=True)
@@ -199,7 +198,7 @@ def loads_in_another_accelerator(folder: Path) -> dict[str, Any]:
     return {"there": files(folder / "at once")}
 
 
-def late_ranks(folder: Path) -> dict[str, Any]:
+def late_ranks(folder):
     """Some come after rank 0 has published, and rank 2 once its checkpoint has been replaced."""
     accelerator, _ = setup()
     seen = []
@@ -213,13 +212,13 @@ def late_ranks(folder: Path) -> dict[str, Any]:
     return {"seen": seen, "left": files(folder)}
 
 
-def a_failing_rank(folder: Path) -> dict[str, Any]:
+def a_failing_rank(folder):
     told = []
     for rank in range(2):
         accelerator, parts = setup()
         path = folder / f"of {rank}"
 
-        def hook(*_: Any, rank: int = rank, accelerator: Any = accelerator) -> None:
+        def hook(*_, rank=rank, accelerator=accelerator):
             if accelerator.process_index == rank:
                 raise OSError("disk full")
 
@@ -242,14 +241,14 @@ def a_failing_rank(folder: Path) -> dict[str, Any]:
     return {"told": told, "left": files(folder)}
 
 
-def fails_beside(path: Path, *, is_before: bool) -> list[str]:
+def fails_beside(path, *, is_before):
     accelerator, _ = setup()
     came, counted, failed = (path.with_suffix(f".{sign}") for sign in ("came", "counted", "failed"))
 
-    def until(sign: Path) -> None:
+    def until(sign):
         eventually(sign.exists, within=30, what=f"{sign.name} is there")
 
-    def hook(*_: Any) -> None:
+    def hook(*_):
         if accelerator.process_index == 1:
             came.touch()
             until(counted if is_before else path)
@@ -257,38 +256,38 @@ def fails_beside(path: Path, *, is_before: bool) -> list[str]:
         until(came)
 
     class Late(StagedFolder):
-        def publish(self, **options: Any) -> None:
+        def publish(self, **options):
             counted.touch()
             if is_before:
                 until(failed)
             super().publish(**options)
 
     accelerator.register_save_state_pre_hook(hook)
-    saves.atomic.StagedFolder = Late  # type: ignore[misc]
+    saves.atomic.StagedFolder = Late
     try:
         accelerator.save_state(path)
     except OSError:
         failed.touch()
     finally:
-        saves.atomic.StagedFolder = StagedFolder  # type: ignore[misc]
+        saves.atomic.StagedFolder = StagedFolder
     accelerator.wait_for_checkpoint()
     barrier()
     return files(path)
 
 
-def fails_as_rank_0_publishes(folder: Path) -> list[list[str]]:
+def fails_as_rank_0_publishes(folder):
     """Rank 1 has come, and fails just before rank 0 publishes, or just after."""
     return [fails_beside(folder / str(when), is_before=when) for when in (True, False)]
 
 
-TOGETHER: dict[str, Any] = {
+TOGETHER = {
     "folders": saves_to_folders_of_their_own,
     "late": comes_late,
     "rank 0 fails": lambda folder: fails_on(0, folder),
     "rank 1 fails": lambda folder: fails_on(1, folder),
     "rank 1 fails in the background": lambda folder: fails_on(1, folder, in_background=True),
 }
-ALONE: dict[str, Any] = {
+ALONE = {
     "models": saves_models,
     "rank 0": rank_0_alone,
     "any but rank 0": any_rank_but_0,
@@ -300,7 +299,7 @@ ALONE: dict[str, Any] = {
 }
 
 
-def all_cases(folder: str) -> dict[str, Any]:
+def all_cases(folder):
     results = {}
     for name, case in {**TOGETHER, **ALONE}.items():
         place = Path(folder, name)
@@ -313,11 +312,11 @@ def all_cases(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     return run_ranks(all_cases, NUM_RANKS, str(tmp_path_factory.mktemp("saves")))
 
 
-def test_the_folder_and_the_numbers_are_rank_0s(ranks: list[dict[str, Any]]) -> None:
+def test_the_folder_and_the_numbers_are_rank_0s(ranks):
     for got in ranks:
         assert got["folders"] == {
             "paths": ["at_0", "checkpoint_0", "checkpoint_1"],
@@ -327,7 +326,7 @@ def test_the_folder_and_the_numbers_are_rank_0s(ranks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("case", ["rank 0 fails", "rank 1 fails", "rank 1 fails in the background"])
-def test_every_rank_learns_who_could_not_write(case: str, ranks: list[dict[str, Any]]) -> None:
+def test_every_rank_learns_who_could_not_write(case, ranks):
     culprit = 0 if "0" in case else 1
     for rank, got in enumerate(ranks):
         told, _, listed = got[case].partition(" [")
@@ -339,25 +338,23 @@ def test_every_rank_learns_who_could_not_write(case: str, ranks: list[dict[str, 
             assert "stays as it is): OSError: disk full. Mend that on its machine" in told
 
 
-def test_outside_of_the_launcher_a_line_names_who_is_missing(ranks: list[dict[str, Any]]) -> None:
+def test_outside_of_the_launcher_a_line_names_who_is_missing(ranks):
     line = "save_state() waits for rank 1: call it on every rank, and take it out of `if"
     assert [len(got["late"]) for got in ranks] == [1, 0, 0]
     assert ranks[0]["late"][0].startswith(line)
 
 
-def test_whole_models_are_saved_by_rank_0_alone(ranks: list[dict[str, Any]]) -> None:
+def test_whole_models_are_saved_by_rank_0_alone(ranks):
     for got in ranks:
         assert got["models"] == ["decoder", "encoder", "parts", "state"]
 
 
-def test_what_another_user_puts_into_the_store_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_user_puts_into_the_store_runs_nothing(tmp_path, monkeypatch):
     """Torch's store lies on the loopback interface, and asks nobody for a secret."""
     monkeypatch.chdir(tmp_path)
     store = dist.HashStore()
     monkeypatch.setattr(saves, "exchange", lambda: SimpleNamespace(store=lambda: store))
-    here: Any = SimpleNamespace(process_index=0, local_process_index=0, num_processes=2)
+    here = SimpleNamespace(process_index=0, local_process_index=0, num_processes=2)
     save = saves.Save(here, "", None, each_machine=False, joint=True)
     save.open(tmp_path / "state", Any)
     store.set(f"notebook_accel/{save.id} of 0/came/1", pickle.dumps(Evil()))
@@ -367,7 +364,7 @@ def test_what_another_user_puts_into_the_store_runs_nothing(
     assert files(tmp_path) == []
 
 
-def test_rank_0_may_save_alone(ranks: list[dict[str, Any]]) -> None:
+def test_rank_0_may_save_alone(ranks):
     got = [one["rank 0"] for one in ranks]
     for one in got:
         assert one["paths"] == ["all", "checkpoint_2"]
@@ -377,28 +374,28 @@ def test_rank_0_may_save_alone(ranks: list[dict[str, Any]]) -> None:
     assert "alone has no random states for rank 1, 2, which took no part" in got[1]["told"][0]
 
 
-def test_other_ranks_alone_save_nothing_and_do_not_hang(ranks: list[dict[str, Any]]) -> None:
+def test_other_ranks_alone_save_nothing_and_do_not_hang(ranks):
     for rank, got in enumerate(ranks):
         assert got["any but rank 0"] == {"there": ["last"], "last": FILES, "told": int(rank > 0)}
 
 
-def test_the_best_by_rank_0_alone_leaves_the_last_whole(ranks: list[dict[str, Any]]) -> None:
+def test_the_best_by_rank_0_alone_leaves_the_last_whole(ranks):
     for got in ranks:
         assert got["best and last"] == [OF_RANK_0, FILES]
 
 
-def test_another_accelerator_loads_what_is_still_being_saved(ranks: list[dict[str, Any]]) -> None:
+def test_another_accelerator_loads_what_is_still_being_saved(ranks):
     for got in ranks:
         assert got["another accelerator"]["there"]
 
 
-def test_late_ranks_add_their_files_to_their_own_checkpoint(ranks: list[dict[str, Any]]) -> None:
+def test_late_ranks_add_their_files_to_their_own_checkpoint(ranks):
     for got in ranks:
         assert got["late ranks"]["seen"] == [OF_RANK_0, FILES[:4], OF_RANK_0, OF_RANK_0, FILES]
         assert got["late ranks"]["left"] == ["state"]
 
 
-def test_a_rank_that_cannot_write(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_that_cannot_write(ranks):
     for rank, got in enumerate(ranks):
         told = got["a failing rank"]["told"]
         of_rank_0 = "rank 0 could not write its part of the checkpoint (the last one stays as"
@@ -409,20 +406,19 @@ def test_a_rank_that_cannot_write(ranks: list[dict[str, Any]]) -> None:
         assert got["a failing rank"]["left"] == ["of 0", "of 1"]
 
 
-def test_no_empty_file_stays_of_a_rank_that_fails(ranks: list[dict[str, Any]]) -> None:
+def test_no_empty_file_stays_of_a_rank_that_fails(ranks):
     for got in ranks:
         assert got["fails as rank 0 publishes"] == [[*FILES[:3], FILES[4]]] * 2
 
 
-def train(folder: str, stop: int) -> dict[str, float]:
+def train(folder, stop):
     """As most published scripts of diffusers, which save by their main process."""
-    losses: dict[str, float] = resuming.train(
+    return resuming.train(
         folder, samples=12, saves=lambda number: this_rank() == 0 and number % 4 == 3, stop=stop
     )["losses"]
-    return losses
 
 
-def test_a_training_that_rank_0_alone_saves_is_resumed_to_the_bit(tmp_path: Path) -> None:
+def test_a_training_that_rank_0_alone_saves_is_resumed_to_the_bit(tmp_path):
     whole = run_ranks(train, 2, str(tmp_path / "whole"), 0)
     first = run_ranks(train, 2, str(tmp_path / "parts"), 8)
     rest = run_ranks(train, 2, str(tmp_path / "parts"), 0)
@@ -432,7 +428,7 @@ def test_a_training_that_rank_0_alone_saves_is_resumed_to_the_bit(tmp_path: Path
         assert {**before, **after} == one
 
 
-def dies_in_its_save(folder: str) -> None:
+def dies_in_its_save(folder):
     accelerator, parts = setup()
     accelerator.save_state(f"{folder}/checkpoint_0")
     step(accelerator, parts)
@@ -444,7 +440,7 @@ def dies_in_its_save(folder: str) -> None:
         )
     else:
 
-        def die(*_: Any) -> None:
+        def die(*_):
             come.touch()
             published = Path(folder, "checkpoint_1").exists
             eventually(published, within=30, what="rank 0 publishes")
@@ -454,7 +450,7 @@ def dies_in_its_save(folder: str) -> None:
     accelerator.save_state(f"{folder}/checkpoint_1")
 
 
-def resumes(folder: str) -> tuple[str | None, list[str]]:
+def resumes(folder):
     accelerator, _ = setup()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -463,7 +459,7 @@ def resumes(folder: str) -> tuple[str | None, list[str]]:
     return start.folder, [str(one.message) for one in caught]
 
 
-def test_one_that_a_killed_rank_has_not_finished_is_passed_over(tmp_path: Path) -> None:
+def test_one_that_a_killed_rank_has_not_finished_is_passed_over(tmp_path):
     with pytest.raises(AssertionError, match="ended with status 9"):
         run_ranks(dies_in_its_save, 2, str(tmp_path))
     first, second = run_ranks(resumes, 2, str(tmp_path))

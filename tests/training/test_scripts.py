@@ -10,7 +10,6 @@ import math
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.timeout(600)
 
 
-def forget(library: Any) -> None:
+def forget(library):
     """Let the next loop begin as a script of its own would."""
     forget_states(library, forgets_ranks=False)
     gc.collect()
@@ -32,14 +31,14 @@ def forget(library: Any) -> None:
     gc.freeze()
 
 
-def run_loops_of_both(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
+def run_loops_of_both(names, folder):
     """Of each library, what each loop gives on this rank, or the text of its error."""
     # Ours first: as in a script, it finds no process group but its own.
     libraries = ("notebook_accel", "accelerate")
     return {library: run_loops(library, names, f"{folder}/{library}") for library in libraries}
 
 
-def run_loops(library_name: str, names: list[str], folder: str) -> dict[str, Any]:
+def run_loops(library_name, names, folder):
     library = importlib.import_module(library_name)
     # Accelerate's PartialState() alone makes a world of one on a CPU, whatever was launched.
     state = library.Accelerator(cpu=True).state
@@ -61,7 +60,7 @@ def run_loops(library_name: str, names: list[str], folder: str) -> dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def numbers(tmp_path_factory):
     """Of each library, what its two ranks gave."""
     folder = str(tmp_path_factory.mktemp("loops"))
     run = notebook_launcher(
@@ -71,16 +70,14 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_script_gives_accelerates_numbers(
-    name: str, numbers: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_script_gives_accelerates_numbers(name, numbers):
     for theirs, ours in zip(numbers["accelerate"], numbers["notebook_accel"], strict=True):
         assert "error" not in theirs[name], theirs[name]["error"]
         assert "error" not in ours[name], ours[name]["error"]
         assert list(differences(theirs[name], ours[name])) == []
 
 
-def differences(theirs: Any, ours: Any, path: str = "") -> Any:
+def differences(theirs, ours, path=""):
     """Where two results differ: numbers by more than the order of sums explains."""
     if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
         for key in theirs:

@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ STEPS = 3
 RANKS = {**{name: ranks for name, (ranks, _, _) in LAYOUTS.items()}, "ddp": 2, "full": 2}
 
 
-def make_accelerator(mesh: str) -> Accelerator:
+def make_accelerator(mesh):
     if mesh == "full":
         from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
@@ -60,19 +59,19 @@ def make_accelerator(mesh: str) -> Accelerator:
     return accelerator_for(mesh if mesh in LAYOUTS else None, split_batches=True)
 
 
-def train(mesh: str, folder: str, saves: bool) -> list[float]:
+def train(mesh, folder, saves):
     accelerator = make_accelerator(mesh)
     torch.manual_seed(3 if saves else 4)  # a loaded model starts from other weights
-    model: Any = Deep()
+    model = Deep()
     weights = list(model.parameters())
     # Groups across stages, in another order than the model's.
-    groups: list[Any] = [{"params": weights[:3:-1]}, {"params": weights[:4]}]
+    groups = [{"params": weights[:3:-1]}, {"params": weights[:4]}]
     # numpy, as a LambdaLR that computes with it leaves it.
-    optimizer: Any = torch.optim.AdamW(groups, lr=np.float64(1e-2) if saves else 1.0)
-    loader: Any = DataLoader(data(8), batch_size=8)
+    optimizer = torch.optim.AdamW(groups, lr=np.float64(1e-2) if saves else 1.0)
+    loader = DataLoader(data(8), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    def steps() -> list[float]:
+    def steps():
         losses = []
         for _ in range(STEPS):
             for inputs, targets in loader:
@@ -90,11 +89,11 @@ def train(mesh: str, folder: str, saves: bool) -> list[float]:
     return steps()
 
 
-def write_all(writers: list[str], root: str) -> dict[str, list[float]]:
+def write_all(writers, root):
     return {writer: train(writer, f"{root}/{writer}", True) for writer in writers}
 
 
-def read_all(pairs: list[tuple[str, str]], root: str) -> dict[tuple[str, str], list[float]]:
+def read_all(pairs, root):
     return {(writer, reader): train(reader, f"{root}/{writer}", False) for writer, reader in pairs}
 
 
@@ -124,10 +123,10 @@ class Saved(dict[str, tuple["Path", list[float]]]):
     All of one number of ranks are written together, when the first of them is asked for.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
 
-    def __missing__(self, asked: str) -> tuple[Path, list[float]]:
+    def __missing__(self, asked):
         skip_unless_it_runs(asked)
         ranks = RANKS[asked]
         of_them = {writer for writer, _ in GO_ON if RANKS[writer] == ranks}
@@ -143,10 +142,10 @@ class Saved(dict[str, tuple["Path", list[float]]]):
 class WentOn(dict[tuple[str, str], list[list[float]]]):
     """By writer and reader: the losses of each rank that loaded."""
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved):
         self.saved = saved
 
-    def __missing__(self, asked: tuple[str, str]) -> list[list[float]]:
+    def __missing__(self, asked):
         skip_unless_it_runs(asked)
         ranks = [RANKS[name] for name in asked]
         alike = [
@@ -161,12 +160,12 @@ class WentOn(dict[tuple[str, str], list[list[float]]]):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     return Saved(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(scope="module")
-def went_on(saved: Saved) -> WentOn:
+def went_on(saved):
     return WentOn(saved)
 
 
@@ -179,9 +178,7 @@ def went_on(saved: Saved) -> WentOn:
         for pair in GO_ON
     ],
 )
-def test_whoever_loads_goes_on_as_the_writer_did(
-    writer: str, reader: str, saved: Saved, went_on: WentOn
-) -> None:
+def test_whoever_loads_goes_on_as_the_writer_did(writer, reader, saved, went_on):
     _, expected = saved[writer]
     for losses in went_on[writer, reader]:
         assert losses == pytest.approx(expected, abs=10 * FLOAT_ERROR * STEPS)
@@ -190,22 +187,22 @@ def test_whoever_loads_goes_on_as_the_writer_did(
 class Averaging(Deep):
     """BatchNorm in a block and behind the blocks, with averages of each rank's own samples."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[0] = nn.Sequential(self.blocks[0], nn.BatchNorm1d(4))
         self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return self.norm(super().forward(tokens))
 
 
-def averages(asked: dict[str, int], folder: str) -> list[dict[str, list[float]]]:
+def averages(asked, folder):
     """What running averages are after a step, and after they were saved and loaded."""
-    mesh = ParallelismConfig(**asked) if asked else None  # type: ignore[arg-type]
+    mesh = ParallelismConfig(**asked) if asked else None
     found = []
     for saves in (True, False):
         accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(), parallelism_config=mesh)
-        model: Any = accelerator.prepare(Averaging())
+        model = accelerator.prepare(Averaging())
         inputs, targets = data(8).tensors
         if saves:
             share = slice(0, 4) if accelerator.is_main_process else slice(4, 8)
@@ -219,7 +216,7 @@ def averages(asked: dict[str, int], folder: str) -> list[dict[str, list[float]]]
     return found
 
 
-def test_averages_of_batches_are_those_of_the_rank_that_counts(tmp_path: Path) -> None:
+def test_averages_of_batches_are_those_of_the_rank_that_counts(tmp_path):
     """The first rank's, as in whole weights; of a pipeline those of the stage that runs them."""
     (first, loaded), (other, also) = run_ranks(averages, 2, {}, str(tmp_path / "shards"))
     assert first != other
@@ -229,36 +226,36 @@ def test_averages_of_batches_are_those_of_the_rank_that_counts(tmp_path: Path) -
         assert all(any(values) for name, values in read.items() if "mean" in name)
 
 
-def test_full_state_dicts_are_the_plain_files(saved: Any) -> None:
+def test_full_state_dicts_are_the_plain_files(saved):
     for writer in filter(runs_here, ("full", "1F1B")):
         files = {entry.name for entry in saved[writer][0].iterdir()}
         assert {"model.safetensors", "optimizer.bin"} <= files
 
 
-def test_sharded_ones_hold_every_rank_s_parts(saved: Any) -> None:
+def test_sharded_ones_hold_every_rank_s_parts(saved):
     for writer, ranks in (("fsdp, blocks", 2), (BY_RANK, 4)):
         for name in ("pytorch_model_fsdp_0", "optimizer_0"):
             assert len(list((saved[writer][0] / name).glob("*.distcp"))) == ranks
 
 
-def test_another_model_is_no_damage(saved: Any) -> None:
+def test_another_model_is_no_damage(saved):
     accelerator = Accelerator(cpu=True)
-    model: Any = Deep()
+    model = Deep()
     model.blocks[0].up = nn.Linear(model.blocks[0].up.in_features, 3)
     accelerator.prepare(model)
     with pytest.raises(RuntimeError, match=r"nothing was loaded\. size mismatch for blocks\.0"):
         accelerator.resume_or_start(saved["fsdp, blocks"][0])
 
 
-def test_an_optimizer_with_other_groups_is_told(saved: Any) -> None:
+def test_an_optimizer_with_other_groups_is_told(saved):
     accelerator = Accelerator(cpu=True)
-    model: Any = Deep()
+    model = Deep()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match=r"optimizer_0 holds .* of 2 groups .* AdamW here has 1"):
         accelerator.load_state(saved["fsdp, blocks"][0])
 
 
-def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
+def test_parts_are_merged_into_one_file(saved, tmp_path):
     """Ours, of a checkpoint and of a model's folder, and those that Accelerate writes."""
     import torch.distributed.checkpoint as dcp
     from accelerate.utils import merge_fsdp_weights as theirs
@@ -291,9 +288,7 @@ def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
         merge_fsdp_weights(tmp_path / "d", tmp_path)
 
 
-def test_the_index_of_parts_is_not_trusted(
-    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_index_of_parts_is_not_trusted(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Deep())
@@ -301,7 +296,7 @@ def test_the_index_of_parts_is_not_trusted(
     index = folder / "pytorch_model_fsdp_0" / ".metadata"
     whole = index.read_bytes()
 
-    def refused(told: str) -> None:
+    def refused(told):
         for load in (accelerator.load_state, lambda it: merge_fsdp_weights(it, tmp_path)):
             with pytest.raises(NotebookAccelError, match=told):
                 load(folder)
@@ -321,7 +316,7 @@ def test_the_index_of_parts_is_not_trusted(
     refused(r"\.metadata names the file '\.\./__0_0\.distcp'")
 
 
-def save_weights(folder: str) -> dict[str, Any]:
+def save_weights(folder):
     """What the documentation shows: unwrap, state_dict, save; and plain weights back."""
     accelerator = accelerator_for("fsdp x tensor")
     torch.manual_seed(3)
@@ -341,7 +336,7 @@ def save_weights(folder: str) -> dict[str, Any]:
     return {name: torch.equal(value, plain[name]) for name, value in loaded.items()}
 
 
-def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path):
     for result in run_ranks(save_weights, 4, str(tmp_path)):
         assert set(result) == set(Deep().state_dict())
         assert all(result.values())
@@ -356,18 +351,18 @@ def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
 class Keeps(nn.Linear):
     """A module that keeps something beside its weights."""
 
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, kept):
         super().__init__(2, 2)
         self.kept = kept
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.kept
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.kept = state
 
 
-def two_models(folder: str) -> dict[str, Any]:
+def two_models(folder):
     """Two models and their optimizers in one ``prepare``, one optimizer later than its model."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
     torch.manual_seed(5)
@@ -386,11 +381,11 @@ def two_models(folder: str) -> dict[str, Any]:
     second.step()
     after = accelerator.get_state_dict(other)
     # A model with more than tensors in its state, which is rank 0's where ranks differ.
-    keeps: Any = nn.Sequential(Keeps({"rank": accelerator.process_index}), Keeps(torch.ones(2)))
+    keeps = nn.Sequential(Keeps({"rank": accelerator.process_index}), Keeps(torch.ones(2)))
     keeps = accelerator.prepare(keeps)
     accelerator.save_state(f"{folder}/parts")
     # As scripts do before their last save.
-    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # type: ignore[union-attr]
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     accelerator.save_state(f"{folder}/whole")
     keeps[0].kept, keeps[1].kept = None, torch.zeros(2)
     accelerator.load_state(f"{folder}/parts")
@@ -401,7 +396,7 @@ def two_models(folder: str) -> dict[str, Any]:
     }
 
 
-def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path: Path) -> None:
+def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path):
     results = run_ranks(two_models, 2, str(tmp_path))
     assert all(result["moved"] for result in results)
     assert results[0] == results[1]
@@ -415,16 +410,16 @@ def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path: Path) -> N
     assert not any(name.startswith(("pytorch_model_fsdp", "optimizer_0")) for name in whole)
 
 
-def hold_while_saving(folder: str) -> dict[str, Any]:
+def hold_while_saving(folder):
     """What this rank holds of whole weights and states while rank 0 writes them."""
     accelerator = make_accelerator("full")
-    accelerator.state.fsdp_plugin.state_dict_config = None  # type: ignore[union-attr]
-    model: Any = Deep()
-    optimizer: Any = torch.optim.AdamW(model.parameters())
+    accelerator.state.fsdp_plugin.state_dict_config = None
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.forward_backward(model, *data(4).tensors, loss_of)
     optimizer.step()
-    held: list[Any] = []
+    held = []
     accelerator.register_save_state_pre_hook(
         lambda _, weights, __: held.extend(sorted(each) for each in weights)
     )
@@ -434,7 +429,7 @@ def hold_while_saving(folder: str) -> dict[str, Any]:
     return {"held": held, "whole": len(whole)}
 
 
-def test_only_who_writes_holds_what_was_joined(tmp_path: Path) -> None:
+def test_only_who_writes_holds_what_was_joined(tmp_path):
     """The host of many ranks has no room for one copy each."""
     names = sorted(Deep().state_dict())
     for rank, result in enumerate(run_ranks(hold_while_saving, 2, str(tmp_path))):
@@ -446,11 +441,11 @@ def test_only_who_writes_holds_what_was_joined(tmp_path: Path) -> None:
     assert state[0]["exp_avg"].shape == Deep().embed.weight.shape
 
 
-def saves_by_hooks(folder: str) -> float:
+def saves_by_hooks(folder):
     """The rate that an optimizer of shards has loaded, whose model is saved by hooks."""
     accelerator = make_accelerator("fsdp")
-    model: Any = Deep()
-    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_save_state_pre_hook(lambda _, weights, __: weights.clear())
     accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
@@ -461,16 +456,16 @@ def saves_by_hooks(folder: str) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def test_hooks_take_over_weights_of_shards(tmp_path: Path) -> None:
+def test_hooks_take_over_weights_of_shards(tmp_path):
     assert run_ranks(saves_by_hooks, 2, str(tmp_path)) == [0.5, 0.5]
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
 
 
-def hooks_meet(folder: str) -> None:
+def hooks_meet(folder):
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
     accelerator.prepare(Deep())
 
-    def hook(_: Any, __: Any, place: str) -> None:
+    def hook(_, __, place):
         if accelerator.is_main_process:
             Path(place, "own").mkdir()
         accelerator.wait_for_everyone()
@@ -483,5 +478,5 @@ def hooks_meet(folder: str) -> None:
         assert {path.name for path in Path(folder, kind, "own").iterdir()} == {"0", "1"}
 
 
-def test_hooks_of_all_ranks_have_one_folder(tmp_path: Path) -> None:
+def test_hooks_of_all_ranks_have_one_folder(tmp_path):
     run_ranks(hooks_meet, 2, str(tmp_path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from notebook_accel import Accelerator, ProjectConfiguration, Run, RunStopped, notebook_launcher
+from notebook_accel import Accelerator, ProjectConfiguration, RunStopped, notebook_launcher
 from notebook_accel.training.checkpoint.start import find_damage
 from tests.waiting import eventually
 
@@ -15,7 +15,7 @@ NUM_SAVES = 12
 SECONDS = 30.0
 
 
-def _meet(folder: Path, name: str) -> None:
+def _meet(folder, name):
     """Wait for the other run, so that both save at the same time."""
     (folder / name).touch()
     eventually(
@@ -23,7 +23,7 @@ def _meet(folder: Path, name: str) -> None:
     )
 
 
-def _save_all(root: str, name: str, way: str) -> list[str]:
+def _save_all(root, name, way):
     folder = Path(root)
     project = ProjectConfiguration(f"{root}/project", automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
@@ -45,7 +45,7 @@ def _save_all(root: str, name: str, way: str) -> list[str]:
     return paths
 
 
-def _run_twice(root: Path, way: str) -> list[Run]:
+def _run_twice(root, way):
     runs = [
         notebook_launcher(
             _save_all, (str(root), name, way), num_processes=2, view="none", block=False
@@ -56,7 +56,7 @@ def _run_twice(root: Path, way: str) -> list[Run]:
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-def test_numbered_checkpoints_of_two_runs(way: str, tmp_path: Path) -> None:
+def test_numbered_checkpoints_of_two_runs(way, tmp_path):
     runs = _run_twice(tmp_path, way)
     for run in runs:
         assert run[0] == run[1], "the ranks of a run agree"
@@ -70,7 +70,7 @@ def test_numbered_checkpoints_of_two_runs(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["one folder", "save_model"])
-def test_one_folder_that_two_runs_replace(way: str, tmp_path: Path) -> None:
+def test_one_folder_that_two_runs_replace(way, tmp_path):
     _run_twice(tmp_path, way)
     (folder,) = (path for path in tmp_path.iterdir() if not path.name.startswith("ready_"))
     assert find_damage(folder) is None
@@ -83,19 +83,19 @@ def test_one_folder_that_two_runs_replace(way: str, tmp_path: Path) -> None:
 class Held:
     """Its state is asked for in the middle of a save."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         (self.root / "saves").touch()
         time.sleep(3600)
         return {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         pass
 
 
-def _hang_in_save(root: str) -> None:
+def _hang_in_save(root):
     project = ProjectConfiguration(root, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(2, 2))
@@ -103,7 +103,7 @@ def _hang_in_save(root: str) -> None:
     accelerator.save_state()
 
 
-def test_the_checkpoint_of_a_dead_run_alone_is_removed(tmp_path: Path) -> None:
+def test_the_checkpoint_of_a_dead_run_alone_is_removed(tmp_path):
     run = notebook_launcher(_hang_in_save, (str(tmp_path),), view="none", block=False)
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)

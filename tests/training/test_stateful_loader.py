@@ -2,8 +2,6 @@
 
 import pickle
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import accelerate
 import pytest
@@ -22,12 +20,12 @@ from tests.training.loading import Doubled, lists, numbers, prepare
 class Resumable(IterableDataset):
     """Counts up to ``count``, from where it is told to; notes what it reads."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
         self.next = 0
-        self.read: list[int] = []
+        self.read = []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         start, self.next = self.next, 0
         for number in range(start, self.count):
             self.next = number + 1
@@ -35,31 +33,31 @@ class Resumable(IterableDataset):
             yield number
         self.next = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.next = state["next"]
 
 
 class Rows:
     """A dataset that is read by index, and has a state."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 27
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
 
 STATEFUL = {"use_stateful_dataloader": True}
 # P shares, what of DataLoaderConfiguration; each share reads alone here, without a group.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "each rank reads": {"dispatch_batches": False},
     "split": {"dispatch_batches": False, "split_batches": True},
     "not filled up": {"dispatch_batches": False, "even_batches": False},
@@ -69,13 +67,11 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_stream_goes_on_without_reading_what_came_before(
-    size: int, kind: str, workers: int
-) -> None:
+def test_a_stream_goes_on_without_reading_what_came_before(size, kind, workers):
     if workers and kind != "each rank reads":
         pytest.skip("one kind with processes is enough")
 
-    def make(rank: int) -> Any:
+    def make(rank):
         loader = DataLoader(Resumable(27), batch_size=4, num_workers=workers)
         return prepare(loader, rank, size, **STATEFUL, **KINDS[kind])
 
@@ -102,7 +98,7 @@ def test_a_stream_goes_on_without_reading_what_came_before(
         assert lists(resumed) == whole, "the next epoch is whole"
 
 
-def test_a_state_of_another_place_is_not_used() -> None:
+def test_a_state_of_another_place_is_not_used():
     loader = prepare(DataLoader(Resumable(20), batch_size=4), **STATEFUL)
     running = iter(loader)
     next(running), next(running)
@@ -115,7 +111,7 @@ def test_a_state_of_another_place_is_not_used() -> None:
     assert lists(wider) == [[*range(8, 16)], [*range(16, 20)]]
 
 
-def test_without_a_state_of_their_own_loaders_count() -> None:
+def test_without_a_state_of_their_own_loaders_count():
     loader = prepare(numbers(10), **STATEFUL)
     assert isinstance(loader.base_dataloader, StatefulDataLoader)
     running = iter(loader)
@@ -128,7 +124,7 @@ def test_without_a_state_of_their_own_loaders_count() -> None:
 class Shifted(DataLoaderShard):
     """Derived from ours, with batches of its own."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return (batch + 100 for batch in super().__iter__())
 
 
@@ -140,7 +136,7 @@ class Shifted(DataLoaderShard):
         (Shifted, None),
     ],
 )
-def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, peer: Any) -> None:
+def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind, peer):
     for each in (kind, peer) if peer else (kind,):
         loader, resumed = (
             each(Resumable(10), use_stateful_dataloader=True, batch_size=3) for _ in range(2)
@@ -157,10 +153,10 @@ def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, pe
     assert [batch.item() % 100 for batch in again] == [0, 1, 2, 3]
 
 
-def test_a_users_own_loader_goes_on_by_counting() -> None:
+def test_a_users_own_loader_goes_on_by_counting():
     """What it gives has no state; its own batches are what the loop gets all the same."""
 
-    def make() -> Any:
+    def make():
         return prepare(Doubled(Resumable(8), batch_size=2), **STATEFUL)
 
     loader = make()
@@ -173,17 +169,17 @@ def test_a_users_own_loader_goes_on_by_counting() -> None:
     assert lists(skip_first_batches(prepared, 3)) == [[6, 7]]
 
 
-def in_two_ranks(folder: str) -> dict[str, Any]:
+def in_two_ranks(folder):
     """Dispatched, and torchdata's own loader given to ``prepare``; through checkpoints."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, dispatched in (("dispatched", None), ("alone", False), ("shuffled", True)):
         config = DataLoaderConfiguration(dispatch_batches=dispatched, use_stateful_dataloader=True)
 
-        def make(config: Any = config, is_shuffled: bool = name == "shuffled") -> tuple[Any, Any]:
+        def make(config=config, is_shuffled=name == "shuffled"):
             accelerator = Accelerator(cpu=True, dataloader_config=config)
-            plain: Any = StatefulDataLoader(Resumable(27), batch_size=3)
+            plain = StatefulDataLoader(Resumable(27), batch_size=3)
             if is_shuffled:  # by torch's own sampler, which has no state
-                plain = DataLoader(Rows(), batch_size=3, shuffle=True)  # type: ignore[arg-type]
+                plain = DataLoader(Rows(), batch_size=3, shuffle=True)
             return accelerator, accelerator.prepare(plain)
 
         accelerator, loader = make()
@@ -216,13 +212,13 @@ def in_two_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_ranks_go_on_from_a_checkpoint(tmp_path: Any) -> None:
+def test_ranks_go_on_from_a_checkpoint(tmp_path):
     first, second = run_ranks(in_two_ranks, 2, str(tmp_path))
     skipped = {"dispatched, skipped": True, "alone, skipped": True, "shuffled": True}
     assert first == second == {"dispatched": (True, []), "alone": (True, []), **skipped}
 
 
-def test_torchdata_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchdata_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(ConfigError, match="pip install torchdata"):
         prepare(numbers(4), **STATEFUL)

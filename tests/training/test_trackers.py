@@ -1,7 +1,6 @@
 """``log_with``: which trackers it comes to, and when each of their methods is called."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,24 +26,24 @@ class Recorder(GeneralTracker):
     name = "recorder"
     requires_logging_directory = False
 
-    def __init__(self, run_name: str = "made", **kwargs: Any) -> None:
+    def __init__(self, run_name="made", **kwargs):
         super().__init__()
-        self.calls: list[Any] = [("init", run_name, kwargs)]
+        self.calls = [("init", run_name, kwargs)]
 
     @property
-    def tracker(self) -> Any:
+    def tracker(self):
         return self.calls
 
-    def start(self) -> None:
+    def start(self):
         self.calls.append("start")
 
-    def store_init_configuration(self, values: Any) -> None:
+    def store_init_configuration(self, values):
         self.calls.append(("config", values))
 
-    def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values, step=None, **kwargs):
         self.calls.append((values, step, kwargs))
 
-    def finish(self) -> None:
+    def finish(self):
         self.calls.append("finish")
 
 
@@ -52,13 +51,11 @@ class Folder(Recorder):
     name = "folder"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: str) -> None:
+    def __init__(self, run_name, logging_dir):
         super().__init__(run_name, logging_dir=logging_dir)
 
 
-def test_an_object_is_started_fed_and_finished_beside_the_live_tracker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_object_is_started_fed_and_finished_beside_the_live_tracker(monkeypatch):
     told = Told()
     be(told, monkeypatch)
     own = Recorder()
@@ -80,14 +77,14 @@ def test_an_object_is_started_fed_and_finished_beside_the_live_tracker(
     assert told.metrics[1:] == [({"loss": 0.25}, None)]
 
 
-def test_a_class_is_made_with_the_project_its_folder_and_its_arguments(tmp_path: Path) -> None:
+def test_a_class_is_made_with_the_project_its_folder_and_its_arguments(tmp_path):
     accelerator = Accelerator(cpu=True, log_with=[Recorder, Folder], project_dir=tmp_path)
     accelerator.init_trackers("project", init_kwargs={"recorder": {"entity": "me"}})
     assert accelerator.get_tracker("recorder").calls[0] == ("init", "project", {"entity": "me"})
     assert accelerator.get_tracker("folder").calls[0][2] == {"logging_dir": str(tmp_path)}
 
 
-def test_a_registered_class_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_class_is_found_by_its_name(monkeypatch):
     # The test's end takes the entry away again.
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
     del LOGGER_TYPE_TO_CLASS["recorder"]
@@ -99,7 +96,7 @@ def test_a_registered_class_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
         register_tracker_class(Recorder)
 
 
-def test_what_is_no_tracker_is_refused() -> None:
+def test_what_is_no_tracker_is_refused():
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
@@ -109,7 +106,7 @@ def test_what_is_no_tracker_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"log_with='wandbb'.*no such tracker.*'all', 'mlflow'"):
         Accelerator(cpu=True, log_with="wandbb")
     with pytest.raises(ConfigError, match=r"expected a class derived from .*GeneralTracker"):
-        register_tracker_class(Accelerator)  # type: ignore[arg-type]
+        register_tracker_class(Accelerator)
     with pytest.raises(ConfigError, match="Nameless lacks name: set it in the class"):
         register_tracker_class(Nameless)
     with pytest.raises(ConfigError, match="NoFolder lacks requires_logging_directory"):
@@ -123,9 +120,7 @@ def test_what_is_no_tracker_is_refused() -> None:
     Accelerator(cpu=True, log_with=Folder, project_config=config)
 
 
-def test_a_library_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_that_is_not_installed_is_named(monkeypatch, tmp_path):
     # A folder of that name, as the library leaves it where it ran, is no library.
     (tmp_path / "wandb_absent").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -137,9 +132,7 @@ def test_a_library_that_is_not_installed_is_named(
     assert LoggerType.WANDB not in get_available_trackers()
 
 
-def test_all_is_what_is_installed_and_what_was_made(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_all_is_what_is_installed_and_what_was_made(monkeypatch, tmp_path):
     for name, kind in LOGGER_TYPE_TO_CLASS.items():
         monkeypatch.setattr(kind, "module", "json" if name == "wandb" else "absent_library")
     own = Recorder()
@@ -148,7 +141,7 @@ def test_all_is_what_is_installed_and_what_was_made(
     assert Accelerator(cpu=True, log_with="all").log_with == [WandBTracker]
 
 
-def test_log_before_init_trackers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_before_init_trackers_is_named(monkeypatch):
     told = Told()
     be(told, monkeypatch)
     accelerator = Accelerator(cpu=True, log_with=Recorder)
@@ -159,11 +152,11 @@ def test_log_before_init_trackers_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(told.metrics) == 2
 
 
-def test_a_tracker_that_fails_to_finish_keeps_no_other_from_it() -> None:
+def test_a_tracker_that_fails_to_finish_keeps_no_other_from_it():
     class Failing(Recorder):
         name = "failing"
 
-        def finish(self) -> None:
+        def finish(self):
             raise OSError("no network")
 
     own, failing = Recorder(), Failing()
@@ -177,16 +170,16 @@ def test_a_tracker_that_fails_to_finish_keeps_no_other_from_it() -> None:
 class PerRank(Recorder):
     name = "per_rank"
 
-    def __init__(self, everywhere: bool) -> None:
+    def __init__(self, everywhere):
         super().__init__()
         self.main_process_only = not everywhere
 
     @on_main_process
-    def mark(self) -> str:
+    def mark(self):
         return "marked"
 
 
-def rank_by_rank() -> list[Any]:
+def rank_by_rank():
     own = Recorder()
     accelerator = Accelerator(cpu=True, log_with=own)
     accelerator.init_trackers("project", {"lr": 1})
@@ -197,7 +190,7 @@ def rank_by_rank() -> list[Any]:
     return [len(own.calls), got.name, PerRank(False).mark(), PerRank(True).mark()]
 
 
-def test_the_main_process_alone_tracks() -> None:
+def test_the_main_process_alone_tracks():
     first, second = run_ranks(rank_by_rank, 2)
     assert first == [5, "recorder", "marked", "marked"]
     assert second == [1, "blank", None, "marked"]
@@ -206,7 +199,7 @@ def test_the_main_process_alone_tracks() -> None:
 # The notebook's own tracker, and the blank one of ranks that do not track.
 
 
-def test_the_live_tracker_shows_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_tracker_shows_numbers(monkeypatch):
     told = Told()
     be(told, monkeypatch)
     accelerator = Accelerator(cpu=True)
@@ -222,14 +215,14 @@ def test_the_live_tracker_shows_numbers(monkeypatch: pytest.MonkeyPatch) -> None
         accelerator.get_tracker("wandb")
 
 
-def track() -> tuple[str, int]:
+def track():
     accelerator = Accelerator(cpu=True)
     tracker = accelerator.get_tracker("notebook" if accelerator.is_main_process else "wandb")
     tracker.log({"loss": 1.0}, step=1)
     return tracker.name, len(accelerator.trackers)
 
 
-def test_other_ranks_get_a_blank_one() -> None:
+def test_other_ranks_get_a_blank_one():
     assert run_ranks(track, 2) == [("notebook", 0), ("blank", 0)]
 
 
@@ -239,7 +232,7 @@ def test_other_ranks_get_a_blank_one() -> None:
 CONFIG = {"lr": 0.1, "name": "tiny", "nested": {"layers": [1, 2]}, "flag": True}
 
 
-def train(name: str, folder: str, /, **init_kwargs: Any) -> Any:
+def train(name, folder, /, **init_kwargs):
     """What the tests let every tracker keep."""
     accelerator = Accelerator(cpu=True, log_with=name, project_dir=folder)
     accelerator.init_trackers("project", CONFIG, init_kwargs={name: init_kwargs})
@@ -252,7 +245,7 @@ def train(name: str, folder: str, /, **init_kwargs: Any) -> Any:
 # ------------------------------------------------------------------ the real libraries
 
 
-def test_tensorboard_writes_events_and_settings(tmp_path: Path) -> None:
+def test_tensorboard_writes_events_and_settings(tmp_path):
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     ).EventAccumulator
@@ -272,7 +265,7 @@ def test_tensorboard_writes_events_and_settings(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("project/*/events*"))) == 2  # hparams, and the dictionary's plot
 
 
-def run_mlflow(folder: str) -> dict[str, Any]:
+def run_mlflow(folder):
     import mlflow
     from matplotlib.figure import Figure
 
@@ -313,7 +306,7 @@ def run_mlflow(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_mlflow_writes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_writes_to_a_folder(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     (found,) = run_ranks(in_environment, 1, "run_mlflow", str(tmp_path), {
         "MLFLOW_TRACKING_URI": f"file:{tmp_path}/runs",
@@ -332,7 +325,7 @@ def test_mlflow_writes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
 
 
-def run_wandb(folder: str) -> dict[str, Any]:
+def run_wandb(folder):
     accelerator = train("wandb", folder, dir=folder, mode="offline")
     run = accelerator.get_tracker("wandb", unwrap=True)
     tracker = accelerator.get_tracker("wandb")
@@ -345,7 +338,7 @@ def run_wandb(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_wandb_runs_offline(tmp_path: Path) -> None:
+def test_wandb_runs_offline(tmp_path):
     pytest.importorskip("wandb")
     (found,) = run_ranks(
         in_environment, 1, "run_wandb", str(tmp_path), {"WANDB_SILENT": "true"}, timeout=100
@@ -356,7 +349,7 @@ def test_wandb_runs_offline(tmp_path: Path) -> None:
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
-def in_environment(name: str, folder: str, variables: dict[str, str]) -> Any:
+def in_environment(name, folder, variables):
     import os
 
     os.environ.update(variables)
@@ -367,6 +360,6 @@ def in_environment(name: str, folder: str, variables: dict[str, str]) -> Any:
 # ------------------------------------------------------------------ stand-ins by their signatures
 
 
-def test_every_tracker_is_known_by_its_name() -> None:
+def test_every_tracker_is_known_by_its_name():
     for name, kind in LOGGER_TYPE_TO_CLASS.items():
         assert kind.name == name
