@@ -461,7 +461,8 @@ class RankCall(Call):
             fds = ()
         elif isinstance(message, wire.Raised) and message.rescued and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
-            self.results.keep_part(message.rank, message.rescued, list(fds))
+            parts = self.results.parts
+            parts[message.rank] = self.results.unpacked(message.rescued, list(fds))
             fds = ()
         for fd in fds:
             # Only results bring descriptors. Others come from code in the rank that wrote to its

@@ -425,9 +425,15 @@ class HangWatch:
         for old, rank in zip(before, state.ranks, strict=True):
             if rank.rank not in self._moved or _has_moved(old, rank):
                 self._moved[rank.rank] = now
-        changed = tuple(self._with_quiet(rank, state, now) for rank in state.ranks)
+        changed = list(state.ranks)
+        for index, rank in enumerate(changed):
+            quiet = now - self._moved[rank.rank]
+            is_quiet = quiet >= _QUIET_SECONDS and not rank.has_ended
+            if is_quiet != (rank.quiet_since is not None):
+                since = state.now() - quiet if is_quiet else None
+                changed[index] = replace(rank, quiet_since=since)
         if any(new is not old for new, old in zip(changed, state.ranks, strict=True)):
-            state = replace(state, ranks=changed)
+            state = replace(state, ranks=tuple(changed))
         if not self._is_silent(state, now):
             self._asked, self._before, self._wait = None, [], _AGAIN_SECONDS
             self._next = 0.0
@@ -441,13 +447,6 @@ class HangWatch:
                 state = self._judge(state, alive, now)
         self._seen = state
         return state
-
-    def _with_quiet(self, rank: RankState, state: RunState, now: float) -> RankState:
-        quiet = now - self._moved[rank.rank]
-        is_quiet = quiet >= _QUIET_SECONDS and not rank.has_ended
-        if is_quiet == (rank.quiet_since is not None):
-            return rank
-        return replace(rank, quiet_since=state.now() - quiet if is_quiet else None)
 
     def _is_silent(self, state: RunState, now: float) -> bool:
         if state.status != "running" or state.world_size == 1 or not self._moved:

@@ -45,7 +45,7 @@ class Results:
         self._used: set[int] = set()
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        self._packed[rank] = self._unpacked(packet, fds)
+        self._packed[rank] = self.unpacked(packet, fds)
 
     def put(self, rank: int, value: object) -> None:
         """Keep the result of a rank that runs in this process, unpickled (``engine="inline"``)."""
@@ -76,18 +76,15 @@ class Results:
             self._values.clear()
             self.parts.clear()
 
-    def keep_part(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        """Keep a rank's part of the training state of a stopped run."""
-        self.parts[rank] = self._unpacked(packet, fds)
-
-    def _unpacked(self, packet: wire.Packet, fds: list[int]) -> Packed:
+    def unpacked(self, packet: wire.Packet, fds: list[int]) -> Packed:
         packed = unpack(packet, fds)
         self._used.update(payload.numbers_in(packed))
         return packed
 
     def end_call(self) -> None:
         """Note that no more comes: what is here may contain few of the notebook's objects."""
-        self._registry.hold_only(self._used)
+        held = self._registry.held
+        self._registry.held = {number: held[number] for number in self._used if number in held}
 
     @property
     def has_rescued(self) -> bool:

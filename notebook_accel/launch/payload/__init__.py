@@ -93,10 +93,6 @@ class Registry:
     def objects(self) -> dict[int, Any]:
         return {**self.earlier, **self.sent}
 
-    def hold_only(self, numbers: Iterable[int]) -> None:
-        """Keep alive only these objects of earlier calls, once all results have come."""
-        self.held = {number: self.held[number] for number in numbers if number in self.held}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCall:
