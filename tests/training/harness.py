@@ -1,13 +1,15 @@
-"""Runs a function of a test module on real ranks: ``run_ranks(function, 2, *args)``.
+"""Runs tests on real ranks: a whole test by ``@on_ranks(2)``, a function by ``run_ranks``.
 
 One helper process imports torch and each test module once, and forks the ranks of every call; they
 meet over gloo through a file, so that no port is taken. A call has a deadline, after which every
 process of it is dead; the helper ends with the tests.
 """
 
+import ast
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import os
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion.rewrite import rewrite_asserts
 
 from notebook_accel import ConfigError, training
 from notebook_accel.config.checks import too_old_torch
@@ -96,6 +99,26 @@ def run_ranks(
     if failed:
         raise RankError("\n".join(failed))
     return [value for _, value in replies]
+
+
+def on_ranks(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Let each of so many ranks run this test, which is given what pytest gives it.
+
+    What a rank asserts shows its values where it fails, as in any test. ``options`` are those of
+    ``run_ranks``.
+    """
+
+    def decorate(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
+        def on_each(*args: Any, **given: Any) -> None:
+            if _IS_RANK in os.environ:
+                test(*args)
+            else:
+                run_ranks(on_each, num_ranks, *given.values(), **options)
+
+        return on_each
+
+    return decorate
 
 
 def refusal_of(call: Callable[[], object]) -> str:
@@ -280,11 +303,13 @@ def _load(file: str, module: str) -> Any:
         return sys.modules[module]
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec
-    assert spec.loader
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[module] = loaded
     try:
-        spec.loader.exec_module(loaded)
+        source = Path(file).read_bytes()
+        tree = ast.parse(source)
+        rewrite_asserts(tree, source)
+        exec(compile(tree, file, "exec", dont_inherit=True), vars(loaded))
     except BaseException:
         del sys.modules[module]
         raise

@@ -18,13 +18,7 @@ CPU = torch.device("cpu")
 
 
 def prepare(
-    loader: Any,
-    rank: int = 0,
-    size: int = 1,
-    device: Any = CPU,
-    ordinal: int = 0,
-    slice_fn: Any = None,
-    **config: Any,
+    loader: Any, rank: int = 0, size: int = 1, device: Any = CPU, ordinal: int = 0, **config: Any
 ) -> Any:
     return prepare_loader(
         loader,
@@ -32,7 +26,6 @@ def prepare(
         device=device,
         data_group=DataGroup.of_all_ranks(size, rank),
         ordinal=ordinal,
-        slice_fn=slice_fn,
     )
 
 

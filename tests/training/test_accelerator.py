@@ -29,8 +29,9 @@ from notebook_accel import (
     ProjectConfiguration,
     notebook_launcher,
 )
+from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.stepping.accumulation import Accumulation, window
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 from tests.training.loading import SizedStream
 from tests.training.single import Told, be
 
@@ -350,44 +351,6 @@ def test_a_profile_of_each_rank_shows_a_table(tmp_path):
 # ---- many ranks
 
 
-def together():
-    """What ranks do with each other."""
-    accelerator = Accelerator(cpu=True)
-    me = accelerator.process_index
-    found = {}
-    mine = torch.tensor([float(me), 10.0])
-    found["gather"] = accelerator.gather({"x": mine})["x"].tolist()
-    found["sum"] = accelerator.reduce(mine).tolist()
-    found["mean"] = accelerator.reduce(mine, "mean").tolist()
-    found["padded"] = accelerator.pad_across_processes(torch.ones(me + 1), pad_index=-1).tolist()
-    found["untriggered"] = accelerator.check_trigger()
-    if me == 1:
-        accelerator.set_trigger()
-    found["triggered"] = [accelerator.check_trigger(), accelerator.check_trigger()]
-    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
-    found["metrics"] = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
-    found["skipped"] = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)]
-    accelerator.log({"nobody": 1})
-    accelerator.wait_for_everyone()
-    return found
-
-
-def test_ranks_share_what_they_have():
-    first, second = run_ranks(together, 2)
-    both = {
-        "gather": [0.0, 10.0, 1.0, 10.0],
-        "sum": [1.0, 20.0],
-        "mean": [0.5, 10.0],
-        "untriggered": False,
-        "triggered": [True, False],
-        "metrics": [[0, 1, 2, 3], [4]],
-    }
-    for one in (first, second):
-        assert {name: one[name] for name in both} == both
-    assert (first["padded"], second["padded"]) == ([1.0, -1.0], [1.0, 1.0])
-    assert (first["skipped"], second["skipped"]) == ([[4, 0]], [[1, 2]])
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -399,7 +362,8 @@ class Tied(nn.Module):
         return self.b(self.a(inputs))
 
 
-def data_parallel():
+@on_ranks(2)
+def test_models_of_several_ranks():
     """How models are wrapped, and when their gradients are exchanged."""
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook="fp16")
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
@@ -407,120 +371,99 @@ def data_parallel():
     torch.manual_seed(me)
     inner = Tied()
     model = accelerator.prepare(inner)
-    found = {"type": type(model).__name__, "inner": accelerator.unwrap_model(model) is inner}
-    found["tied"] = inner.b.weight is inner.a.weight
-    found["view"] = model.gradient_as_bucket_view
-    found["same start"] = accelerator.gather(inner.a.weight.detach()[:1]).tolist()
-    found["again"] = accelerator.prepare(model) is accelerator.prepare(inner) is model
+    assert type(model) is DistributedDataParallel
+    assert accelerator.unwrap_model(model) is inner
+    assert inner.b.weight is inner.a.weight
+    assert model.gradient_as_bucket_view
+    assert accelerator.prepare(model) is accelerator.prepare(inner) is model
+
+    def is_the_same_everywhere(values):
+        low, high = accelerator.gather(values.detach().sum().reshape(1)).tolist()
+        return abs(low - high) < 1e-6
+
+    assert is_the_same_everywhere(inner.a.weight)
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    found["frozen"] = type(accelerator.prepare(frozen)).__name__
+    assert type(accelerator.prepare(frozen)) is nn.Linear
     teacher = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
-    found["evaluated"] = type(teacher).__name__
-    found["trained after"] = type(accelerator.prepare(teacher)).__name__
-    found["keys"] = sorted(accelerator.get_state_dict(model))
-    found["wrapped keys"] = sorted(accelerator.get_state_dict(model, unwrap=False))
+    assert type(teacher) is nn.Linear
+    assert type(accelerator.prepare(teacher)) is DistributedDataParallel
+    assert sorted(accelerator.get_state_dict(model)) == ["a.weight", "b.weight"]
+    wrapped = accelerator.get_state_dict(model, unwrap=False)
+    assert sorted(wrapped) == ["module.a.weight", "module.b.weight"]
     inputs = torch.full((1, 3), float(me + 1))
 
-    def exchanged():
-        weight = inner.a.weight.grad
-        assert weight is not None
-        low, high = accelerator.gather(weight.sum().reshape(1)).tolist()
+    def is_exchanged():
+        found = is_the_same_everywhere(inner.a.weight.grad)
         model.zero_grad()
-        return bool(abs(low - high) < 1e-6)
+        return found
 
     accelerator.backward(model(inputs).sum())
-    found["plain"] = exchanged()
+    assert is_exchanged()
     with accelerator.no_sync(model):
         accelerator.backward(model(inputs).sum())
-    found["no_sync"] = exchanged()
+    assert not is_exchanged()
     with accelerator.no_sync(model):
         loss = model(inputs).sum()
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(loss)
-    found["triggered"] = exchanged()
+    assert is_exchanged()
+    other = DistributedDataParallel(nn.Linear(1, 1))
+    assert accelerator.prepare(other) is other
+    assert OwnParts(cpu=True).prepare(nn.Linear(1, 1)).find_unused_parameters
+
+
+@on_ranks(2)
+def test_ranks_with_more_or_fewer_batches_train_together():
+    accelerator = Accelerator(cpu=True)
+    me = accelerator.process_index
+    model = accelerator.prepare(nn.Linear(3, 1))
     loader = accelerator.prepare(DataLoader(torch.ones(3, 3), batch_size=1))
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     optimizer = accelerator.prepare(sharded)
+    before, num_batches = model.module.weight.tolist(), 0
     with accelerator.join_uneven_inputs([model, optimizer], even_batches=False):
-        num_batches = 0
         for batch in loader:
             num_batches += 1
             model(batch).sum().backward()
             optimizer.step()
-    found["uneven"] = (num_batches, len(list(loader)))
-    found["same end"] = accelerator.gather(inner.a.weight.detach()[:1]).tolist()
-    found |= joins(accelerator, model, frozen)
-    other = DistributedDataParallel(nn.Linear(1, 1))
-    found["the user's"] = accelerator.prepare(other) is other
-    found["of a subclass"] = OwnParts(cpu=True).prepare(nn.Linear(1, 1)).find_unused_parameters
-    return found
+    assert (num_batches, len(list(loader))) == (2 - me, 2)
+    weights = gather_object([model.module.weight.tolist()])
+    assert weights[0] == weights[1] != before
 
-
-def joins(accelerator, model, frozen):
-    """Batches of a rank while models are joined, and what is told of loaders that stay even."""
+    # Loaders that stay even are told of.
     batches = BatchSampler(SequentialSampler(range(3)), 1, drop_last=False)
-    own, stream, read = accelerator.prepare(
+    loaders = accelerator.prepare(
         DataLoader(torch.ones(3, 3), sampler=batches, batch_size=None),
         DataLoader(SizedStream(3)),
         accelerator.prepare_data_loader(DataLoader(SizedStream(3)), device_placement=False),
     )
-    found = {}
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    lengths = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for name, joined in {"joined": model, "not joined": frozen}.items():
+        for joined in (model, frozen):
             with accelerator.join_uneven_inputs([joined], even_batches=False):
-                found[name] = [len(each) for each in (own, stream, read)]
-    found["after"] = [len(each) for each in (own, stream, read)]
-    return {**found, "told": [str(one.message) for one in told]}
+                lengths.append([len(each) for each in loaders])
+    assert lengths == [[[2, 2, 2], [1, 2, 1]][me], [2, 2, 2]]
+    assert [len(each) for each in loaders] == [2, 2, 2]
+    assert len(told) == 2 - 2 * me, "said once for all"
+    if told:
+        stays, none = (str(one.message) for one in told)
+        assert "even_batches=False) is only supported for map-style datasets" in stays
+        assert "other prepared loaders stay as they are" in stays
+        assert "no effect, and loaders stay as they are" in none
+        assert "it was given Linear" in none
 
 
-def test_models_of_several_ranks():
-    first, second = run_ranks(data_parallel, 2)
-    assert (first.pop("uneven"), second.pop("uneven")) == ((2, 2), (1, 2))
-    assert (first.pop("joined"), second.pop("joined")) == ([2, 2, 2], [1, 2, 1])
-    (stays, none), none_there = first.pop("told"), second.pop("told")
-    assert "even_batches=False) is only supported for map-style datasets" in stays
-    assert "other prepared loaders stay as they are" in stays
-    assert "no effect, and loaders stay as they are" in none
-    assert "it was given Linear" in none
-    assert none_there == [], "said once for all"
-    for one in (first, second):
-        assert one["same start"][0] == one["same start"][1]
-        assert one["same end"][0] == one["same end"][1] != one["same start"][0]
-        assert one["not joined"] == one["after"] == [2, 2, 2]
-        for name in ("same start", "same end", "not joined", "after"):
-            del one[name]
-        assert one == {
-            "type": "DistributedDataParallel",
-            "inner": True,
-            "tied": True,
-            "view": True,
-            "again": True,
-            "frozen": "Linear",
-            "evaluated": "Linear",
-            "trained after": "DistributedDataParallel",
-            "keys": ["a.weight", "b.weight"],
-            "wrapped keys": ["module.a.weight", "module.b.weight"],
-            "plain": True,
-            "no_sync": False,
-            "triggered": True,
-            "the user's": True,
-            "of a subclass": True,
-        }
-
-
+@on_ranks(2)
 def test_a_model_that_is_spread_already_is_refused_on_several_ranks_unless_asked_for():
-    assert run_ranks(refuse_spread, 2) == ["DistributedDataParallel"] * 2
-
-
-def refuse_spread():
     model = nn.Linear(1, 1)
     model.hf_device_map = {"a": 0, "b": 1}
     with pytest.raises(ConfigError, match=r"spread over 2 devices \(device_map\) and there are 2 "):
         Accelerator(cpu=True).prepare(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "true")
-        return type(Accelerator(cpu=True).prepare(model)).__name__
+        assert type(Accelerator(cpu=True).prepare(model)) is DistributedDataParallel
 
 
 @pytest.mark.gpu

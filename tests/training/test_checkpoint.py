@@ -30,8 +30,9 @@ from notebook_accel import (
     ProjectConfiguration,
 )
 from notebook_accel.training.checkpoint import start
+from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.processes.random_numbers import get_random_states, set_random_states
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 
 FILES = {
     "model.safetensors",
@@ -404,41 +405,26 @@ def test_a_model_is_saved_in_pieces_of_a_limited_size(tmp_path):
             accelerator.save_model(model, tmp_path / "m", max_shard_size=size)
 
 
-def save_and_load(folder):
-    accelerator = Accelerator(cpu=True, project_config=numbered(Path(folder), total_limit=1))
+@on_ranks(2)
+def test_ranks_write_one_checkpoint_together(tmp_path):
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
     torch.manual_seed(accelerator.process_index)
     random.seed(accelerator.process_index)
     model = accelerator.prepare(nn.Linear(2, 2))
-    paths = [accelerator.save_state() for _ in range(2)]
+    paths = [Path(accelerator.save_state()) for _ in range(2)]
+    assert [path.name for path in paths] == ["checkpoint_0", "checkpoint_1"]
     accelerator.wait_for_everyone()
-    there = sorted(os.listdir(Path(folder) / "checkpoints"))
-    expected = random.random()
-    drawn = torch.rand(1).item()
+    if accelerator.is_main_process:  # it removes what is too many, after all ranks have saved
+        assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
+    files = ["model.safetensors", "random_states_0.pkl", "random_states_1.pkl"]
+    assert sorted(os.listdir(paths[1])) == files
+    assert sorted(load_file(paths[1] / "model.safetensors")) == ["bias", "weight"]
+    drawn = [random.random(), torch.rand(1).item()]
+    first, second = gather_object([drawn])
+    assert not set(first) & set(second)
     accelerator.load_state()
-    return {
-        "paths": [Path(path).name for path in paths],
-        "there": there,
-        "files": sorted(os.listdir(paths[-1])),
-        "keys": sorted(load_file(Path(paths[-1]) / "model.safetensors")),
-        "same": random.random() == expected and torch.rand(1).item() == drawn,
-        "drawn": drawn,
-        "wrapped": type(model).__name__,
-    }
-
-
-def test_ranks_write_one_checkpoint_together(tmp_path):
-    first, second = run_ranks(save_and_load, 2, str(tmp_path))
-    assert first["paths"] == ["checkpoint_0", "checkpoint_1"]
-    assert first["there"] == ["checkpoint_1"]
-    assert first["files"] == ["model.safetensors", "random_states_0.pkl", "random_states_1.pkl"]
-    assert first["keys"] == ["bias", "weight"]
-    assert first["same"]
-    assert second["same"]
-    assert first["drawn"] != second["drawn"]
-    assert first["wrapped"] == "DistributedDataParallel"
-    # What is too many is removed by rank 0, after all ranks have saved.
-    alike = first.keys() - {"drawn", "there"}
-    assert {key: first[key] for key in alike} == {key: second[key] for key in alike}
+    assert [random.random(), torch.rand(1).item()] == drawn
+    assert type(model) is nn.parallel.DistributedDataParallel
 
 
 class Side:
@@ -475,45 +461,37 @@ class Side:
         return random.random(), np.random.rand(), float(torch.rand(()))
 
 
-def exchange_checkpoints(folder):
-    """What was saved under either library is loaded under the other; gives what ours told."""
+@pytest.mark.parametrize("safe", [True, False])
+@on_ranks(2)
+def test_checkpoints_of_accelerate_load_here_and_ours_load_there(safe, tmp_path):
     from accelerate import Accelerator as Peer
 
     scaler = {"init_scale": 2.0**10, "growth_interval": 1}
-    lines = []
-    for safe in (True, False):
-        peer = Peer(cpu=True)
-        # On a CPU it makes none, and reads and writes what there is.
-        peer.scaler = torch.amp.GradScaler("cpu", **scaler)
-        own = Accelerator(
-            cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**scaler)]
-        )
-        theirs, ours = Side(peer, 10), Side(own, 20)
-        places = [f"{folder}/{safe}/{name}" for name in ("theirs", "ours")]
-        for side, place in zip((theirs, ours), places, strict=True):
-            side.save(place, safe)
-        assert theirs.state != ours.state
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            own.load_state(places[0])
-            assert (ours.now(), ours.draw()) == (theirs.state, theirs.drawn)
-            peer.load_state(places[1])
-            assert (theirs.now(), theirs.draw()) == (ours.state, ours.drawn)
-            # As a loader of torchdata leaves it there.
-            Path(places[0], "dl_state_dict.bin").touch()
-            own.load_state(places[0])
-        lines += [str(one.message) for one in told if "dl_state_dict" in str(one.message)]
-    return lines
-
-
-def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path):
-    told, told_there = run_ranks(exchange_checkpoints, 2, str(tmp_path))
-    (line,) = told
-    assert "Accelerate keeps them (dl_state_dict.bin), and they are not read" in line
-    assert told_there == []
-    for safe, names in ((True, "model*.safetensors"), (False, "pytorch_model*.bin")):
-        for written in ("theirs", "ours"):
-            assert len([*(tmp_path / str(safe) / written).glob(names)]) == 2
+    peer = Peer(cpu=True)
+    # On a CPU it makes none, and reads and writes what there is.
+    peer.scaler = torch.amp.GradScaler("cpu", **scaler)
+    own = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**scaler)]
+    )
+    theirs, ours = Side(peer, 10), Side(own, 20)
+    for side, name in ((theirs, "theirs"), (ours, "ours")):
+        side.save(tmp_path / name, safe)
+        models = (tmp_path / name).glob("model*.safetensors" if safe else "pytorch_model*.bin")
+        assert len([*models]) == 2
+    assert theirs.state != ours.state
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own.load_state(tmp_path / "theirs")
+        assert (ours.now(), ours.draw()) == (theirs.state, theirs.drawn)
+        peer.load_state(tmp_path / "ours")
+        assert (theirs.now(), theirs.draw()) == (ours.state, ours.drawn)
+        # As a loader of torchdata leaves it there.
+        (tmp_path / "theirs" / "dl_state_dict.bin").touch()
+        own.load_state(tmp_path / "theirs")
+    told = [str(one.message) for one in caught if "dl_state_dict" in str(one.message)]
+    assert len(told) == own.is_main_process, "said once"
+    line = "Accelerate keeps them (dl_state_dict.bin), and they are not read"
+    assert all(line in text for text in told)
 
 
 def test_a_load_leaves_nothing_of_the_window_before(tmp_path):

@@ -33,7 +33,7 @@ from notebook_accel.training.collectives.nested import (
 )
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.processes import topology
-from tests.training.harness import RankError, run_ranks
+from tests.training.harness import RankError, on_ranks, run_ranks
 from tests.training.loading import prepare
 from tests.training.single import forget_states
 
@@ -52,129 +52,74 @@ class Encoding(UserDict):
         return Encoding({key: value.to(device) for key, value in self.items()})
 
 
-# On ranks. Each function is one start of processes, and returns what the test looks at.
-
-
-def gathers():
-    rank = collectives.this_rank()
-    size = collectives.num_ranks()
-    both = torch.arange(6).reshape(2, 3) + 100 * rank
-    structure = {"a": both, "b": [torch.tensor(float(rank)), Pair(both[:1], (both,))]}
-    kinds = [torch.bool, torch.bfloat16, torch.complex64, torch.uint16, torch.float8_e4m3fn]
-    asked = torch.ones(2, requires_grad=True) * rank
-    return {
-        "plain": gather(both),
-        "scalar": gather(torch.tensor(rank)),
-        "structure": gather(structure),
-        # memory with strides: gloo would send it as it lies
-        "transposed": gather(both.t()),
-        "expanded": gather(torch.tensor([rank]).expand(3)),
-        "conjugate": gather(torch.tensor([1 + 1j * rank]).conj()),
-        "kinds": [gather(torch.tensor([rank, 1]).to(kind)).to(torch.complex64) for kind in kinds],
-        "empty": gather(torch.zeros(0, 3)),
-        "needs no gradient": gather(asked).requires_grad,
-        "objects": gather_object([f"r{rank}", {"rank": rank}]),
-        "one object": gather_object(f"word{rank}"),
-        "tuple": gather_object((rank, rank)),
-        "named": gather_object(Pair(rank, 0)),
-        "ragged": gather_ragged([torch.full((rank + 1, 2), rank), torch.zeros(size - rank)]),
-    }
-
-
-@pytest.fixture(scope="module")
-def gathered():
-    return run_ranks(gathers, 3)
-
-
-def test_tensors_of_all_ranks(gathered):
+@on_ranks(3)
+def test_tensors_and_objects_of_all_ranks():
+    rank, size = collectives.this_rank(), collectives.num_ranks()
     one = torch.arange(6).reshape(2, 3)
     joined = torch.cat([one, one + 100, one + 200])
-    for got in gathered:
-        assert torch.equal(got["plain"], joined)
-        assert got["scalar"].tolist() == [0, 1, 2]
-        assert torch.equal(got["transposed"], torch.cat([one.t(), one.t() + 100, one.t() + 200]))
-        assert got["expanded"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        assert got["conjugate"].tolist() == [1, 1 - 1j, 1 - 2j]
-        assert got["empty"].shape == (0, 3)
-        assert not got["needs no gradient"]
-        assert torch.equal(got["structure"]["a"], joined)
-        scalar, pair = got["structure"]["b"]
-        assert scalar.tolist() == [0, 1, 2]
-        assert isinstance(pair, Pair)
-        assert pair.left.shape == (3, 3)
-        assert torch.equal(pair.right[0], joined)
+    both = one + 100 * rank
+    assert torch.equal(gather(both), joined)
+    assert gather(torch.tensor(rank)).tolist() == [0, 1, 2]
+    structure = gather({"a": both, "b": [torch.tensor(float(rank)), Pair(both[:1], (both,))]})
+    assert torch.equal(structure["a"], joined)
+    scalar, pair = structure["b"]
+    assert scalar.tolist() == [0, 1, 2]
+    assert isinstance(pair, Pair)
+    assert pair.left.shape == (3, 3)
+    assert torch.equal(pair.right[0], joined)
+    # memory with strides: gloo would send it as it lies
+    assert torch.equal(gather(both.t()), torch.cat([one.t(), one.t() + 100, one.t() + 200]))
+    assert gather(torch.tensor([rank]).expand(3)).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    conjugate = torch.tensor([1 + 1j * rank]).conj()
+    assert gather(conjugate).tolist() == [1, 1 - 1j, 1 - 2j]
+    assert gather(torch.tensor([rank, 1]).bool()).tolist() == [0, 1, 1, 1, 1, 1]
+    for refused in (torch.bfloat16, torch.complex64, torch.uint16, torch.float8_e4m3fn):
+        sent = gather(torch.tensor([rank, 1]).to(refused))
+        assert sent.to(torch.complex64).tolist() == [0, 1, 1, 1, 2, 1]
+    assert gather(torch.zeros(0, 3)).shape == (0, 3)
+    assert not gather(torch.ones(2, requires_grad=True) * rank).requires_grad
+
+    objects = ["r0", {"rank": 0}, "r1", {"rank": 1}, "r2", {"rank": 2}]
+    assert gather_object([f"r{rank}", {"rank": rank}]) == objects
+    assert gather_object(f"word{rank}") == ["word0", "word1", "word2"]
+    assert gather_object((rank, rank)) == [0, 0, 1, 1, 2, 2]
+    assert gather_object(Pair(rank, 0)) == [Pair(0, 0), Pair(1, 0), Pair(2, 0)]
+
+    rows, other = gather_ragged([torch.full((rank + 1, 2), rank), torch.zeros(size - rank)])
+    assert rows.tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+    assert other.shape == (6,)
+    with pytest.raises(ValueError, match="pad_across_processes") as caught:
+        gather_ragged([torch.zeros(1, 2 + rank)])
+    assert "rank 0: [0] float32 (any, 2)\n  rank 1: [0] float32 (any, 3)" in str(caught.value)
 
 
-def test_types_that_backends_refuse_travel_too(gathered):
-    for got in gathered:
-        booleans, *others = got["kinds"]
-        assert booleans.tolist() == [0, 1, 1, 1, 1, 1]
-        assert [each.tolist() for each in others] == [[0, 1, 1, 1, 2, 1]] * 4
-
-
-def test_objects_of_all_ranks(gathered):
-    for got in gathered:
-        assert got["objects"] == [
-            "r0", {"rank": 0}, "r1", {"rank": 1}, "r2", {"rank": 2},
-        ]  # fmt: skip
-        assert got["one object"] == ["word0", "word1", "word2"]
-        assert got["tuple"] == [0, 0, 1, 1, 2, 2]
-        assert got["named"] == [Pair(0, 0), Pair(1, 0), Pair(2, 0)]
-
-
-def test_rows_of_ranks_that_have_more_or_fewer(gathered):
-    for got in gathered:
-        rows, other = got["ragged"]
-        assert rows.tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
-        assert other.shape == (6,)
-
-
-def combines():
+@on_ranks(2)
+def test_combining():
     rank = collectives.this_rank()
     mine = torch.tensor([1.0, 10.0]) * (rank + 1)
+    assert reduce(mine, "sum").tolist() == [3, 30]
+    assert reduce([mine], "mean")[0].tolist() == [1.5, 15]
+    assert reduce(mine, "max").tolist() == [2, 20]
+    assert reduce(mine, "min").tolist() == [1, 10]
+    assert reduce(mine, "none").tolist() == mine.tolist() == [1 + rank, 10 + 10 * rank]
+    assert reduce(mine, "sum", scale=0.5).tolist() == [3, 30], "scale counts on XLA alone"
+    assert reduce(torch.tensor(rank), "mean") == 0.5
+    assert reduce(torch.tensor([True, rank == 0]), "sum").tolist() == [2, 1]
+    strided = torch.arange(4).reshape(2, 2).t() + rank
+    assert reduce(strided, "sum").tolist() == [[1, 5], [3, 7]]
+
     sent = {"x": torch.full((2, 2), rank).t(), "y": torch.tensor(rank)}
     returned = broadcast(sent, from_process=1)
+    assert returned["x"].tolist() == sent["x"].tolist() == [[1, 1], [1, 1]], "in place"
+    assert sent["y"] == 1
     objects = [rank, f"text{rank}"]
+    assert broadcast_object_list(objects) == objects == [0, "text0"]
+
     padded = pad_across_processes({"z": torch.ones(2, rank + 1)}, dim=1, pad_index=-1)
-    return {
-        "sum": reduce(mine, "sum"),
-        "mean": reduce([mine], "mean")[0],
-        "max": reduce(mine, "max"),
-        "min": reduce(mine, "min"),
-        "none": reduce(mine, "none"),
-        "scaled": reduce(mine, "sum", scale=0.5),
-        "counts": reduce(torch.tensor(rank), "mean"),
-        "flags": reduce(torch.tensor([True, rank == 0]), "sum"),
-        "strided": reduce(torch.arange(4).reshape(2, 2).t() + rank, "sum"),
-        "untouched": mine,
-        "broadcast": returned,
-        "in place": sent,
-        "objects": [broadcast_object_list(objects), objects],
-        "padded": padded["z"],
-        "padded in front": pad_across_processes(torch.ones(rank + 1), pad_first=True),
-        "no such dimension": pad_across_processes(torch.ones(2), dim=3),
-    }
-
-
-def test_combining():
-    for rank, got in enumerate(run_ranks(combines, 2)):
-        assert got["sum"].tolist() == [3, 30]
-        assert got["mean"].tolist() == [1.5, 15]
-        assert got["max"].tolist() == [2, 20]
-        assert got["min"].tolist() == [1, 10]
-        assert got["none"].tolist() == got["untouched"].tolist() == [1 + rank, 10 + 10 * rank]
-        assert got["scaled"].tolist() == [3, 30], "scale counts on XLA alone"
-        assert got["counts"] == 0.5
-        assert got["flags"].tolist() == [2, 1]
-        assert got["strided"].tolist() == [[1, 5], [3, 7]]
-        assert got["broadcast"]["x"].tolist() == [[1, 1], [1, 1]]
-        assert got["in place"]["x"].tolist() == [[1, 1], [1, 1]]
-        assert got["in place"]["y"] == 1
-        assert got["objects"] == [[0, "text0"]] * 2
-        padding = [-1] * (1 - rank)
-        assert got["padded"].tolist() == [[1] * (rank + 1) + padding] * 2
-        assert got["padded in front"].tolist() == [0] * (1 - rank) + [1] * (rank + 1)
-        assert got["no such dimension"].tolist() == [1, 1]
+    assert padded["z"].tolist() == [[1] * (rank + 1) + [-1] * (1 - rank)] * 2
+    in_front = pad_across_processes(torch.ones(rank + 1), pad_first=True)
+    assert in_front.tolist() == [0] * (1 - rank) + [1] * (rank + 1)
+    assert pad_across_processes(torch.ones(2), dim=3).tolist() == [1, 1], "no such dimension"
 
 
 def refused(operation, *args, **kwargs):
@@ -183,26 +128,31 @@ def refused(operation, *args, **kwargs):
     return str(caught.value)
 
 
-def compares_in_debug_mode():
+@on_ranks(3)
+def test_debug_mode_names_the_ranks_that_differ():
     os.environ["ACCELERATE_DEBUG_MODE"] = "true"
     rank = collectives.this_rank()
     odd = rank == 1
     shapes = {"a": torch.zeros(2 + odd, 3), "b": torch.zeros(())}
+    for operation in (gather, broadcast, reduce):
+        head, common, other, advice = refused(operation, shapes).splitlines()
+        assert head == f"{operation.__name__} was given different tensors by different ranks:"
+        assert common == "  ranks 0, 2: ['a'] float32 (2, 3), ['b'] float32 ()"
+        assert other == "  rank 1: ['a'] float32 (3, 3), ['b'] float32 ()"
+        assert "pad_across_processes" in advice
     kind = torch.float64 if odd else torch.float32
-    loader = prepare(DataLoader(range(3), batch_size=1), rank, 3)
-    with_loop = [refused(gather_for_metrics, torch.zeros(1, 1 + odd)) for _ in loader]
-    found = {
-        **{
-            operation.__name__: refused(operation, shapes)
-            for operation in (gather, broadcast, reduce)
-        },
-        "type": refused(reduce, torch.zeros(2, dtype=kind)),
-        "structure": refused(gather, [torch.zeros(1)] * (1 + odd)),
-        "pad": refused(pad_across_processes, torch.zeros(2 + rank, 3 + odd)),
-        "ragged": refused(gather_ragged, [torch.zeros(1 + rank, 2 + odd)]),
-        "metrics": with_loop[0],
-        "objects": refused(gather_for_metrics, "word" if odd else torch.zeros(1)),
-    }
+    assert "rank 1: float64 (2)" in refused(reduce, torch.zeros(2, dtype=kind))
+    listed = refused(gather, [torch.zeros(1)] * (1 + odd))
+    assert "rank 1: [0] float32 (1), [1] float32 (1)" in listed
+    padded = refused(pad_across_processes, torch.zeros(2 + rank, 3 + odd))
+    assert "rank 1: float32 (any, 4)" in padded
+    ragged = refused(gather_ragged, [torch.zeros(1 + rank, 2 + odd)])
+    assert "rank 1: [0] float32 (any, 3)" in ragged
+    for _ in prepare(DataLoader(range(3), batch_size=1), rank, 3):
+        metrics = refused(gather_for_metrics, torch.zeros(1, 1 + odd))
+        assert "gather_for_metrics" in metrics
+        assert "rank 1: float32 (any, 2)" in metrics
+    assert "rank 1: str" in refused(gather_for_metrics, "word" if odd else torch.zeros(1))
     # What goes together does as always.
     assert pad_across_processes(torch.zeros(2 + rank, 3)).shape == (4, 3)
     assert gather_for_metrics(torch.tensor([rank])).tolist() == [0, 1, 2]
@@ -216,26 +166,6 @@ def compares_in_debug_mode():
     assert state.debug
     forget_states()
     assert not collectives.compares()
-    return found
-
-
-def test_debug_mode_names_the_ranks_that_differ():
-    results = run_ranks(compares_in_debug_mode, 3)
-    assert results[0] == results[1] == results[2], "it is raised on every rank"
-    (found, *_) = results
-    for name in ("gather", "broadcast", "reduce"):
-        head, common, other, advice = found[name].splitlines()
-        assert head == f"{name} was given different tensors by different ranks:"
-        assert common == "  ranks 0, 2: ['a'] float32 (2, 3), ['b'] float32 ()"
-        assert other == "  rank 1: ['a'] float32 (3, 3), ['b'] float32 ()"
-        assert "pad_across_processes" in advice
-    assert "rank 1: float64 (2)" in found["type"]
-    assert "rank 1: [0] float32 (1), [1] float32 (1)" in found["structure"]
-    assert "rank 1: float32 (any, 4)" in found["pad"]
-    assert "rank 1: [0] float32 (any, 3)" in found["ragged"]
-    assert "gather_for_metrics" in found["metrics"]
-    assert "rank 1: float32 (any, 2)" in found["metrics"]
-    assert "rank 1: str" in found["objects"]
 
 
 def mixes_up():
@@ -250,17 +180,6 @@ def test_without_it_the_error_names_the_mode():
     with pytest.raises(WorkerError, match=r"gather was given different tensors") as caught:
         notebook_launcher(mixes_up, num_processes=2, view="none", debug=True)
     assert caught.value.ranks == [0, 1]
-
-
-def uneven_elsewhere():
-    with pytest.raises(ValueError, match="pad_across_processes") as caught:
-        gather_ragged([torch.zeros(1, 2 + collectives.this_rank())])
-    return str(caught.value)
-
-
-def test_ragged_tensors_differ_in_their_first_dimension_alone():
-    for text in run_ranks(uneven_elsewhere, 2):
-        assert "rank 0: [0] float32 (any, 2)\n  rank 1: [0] float32 (any, 3)" in text
 
 
 def raises_on_one_rank():

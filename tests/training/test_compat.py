@@ -12,7 +12,7 @@ from accelerate.logging import get_logger as peer_get_logger
 
 import notebook_accel
 from notebook_accel.rank import this_rank
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 from tests.training.single import be
 
 
@@ -132,13 +132,14 @@ def test_a_logger_writes_on_rank_0_unless_told_otherwise(monkeypatch, caplog):
     assert {record.filename for record in caplog.records} == {"test_compat.py"}
 
 
-def log_in_order(folder):
+@on_ranks(2)
+def test_a_logger_can_go_rank_by_rank(tmp_path):
     """Our logger and Accelerate's write the same lines, each into one file of all ranks."""
     from notebook_accel.logging import get_logger
 
     accelerate.PartialState(cpu=True)
     for get, name in ((get_logger, "ours"), (peer_get_logger, "theirs")):
-        logging.getLogger(f"compat.{name}").addHandler(logging.FileHandler(f"{folder}/{name}"))
+        logging.getLogger(f"compat.{name}").addHandler(logging.FileHandler(tmp_path / name))
         logger = get(f"compat.{name}", "INFO")
         letter = "ab"[int(os.environ["RANK"])]
         logger.info(letter, in_order=True)
@@ -146,13 +147,9 @@ def log_in_order(folder):
         logger.info(letter, in_order=True, main_process_only=False)
         logger.debug("never", in_order=True)
         logger.info(letter, in_order=False)
-
-
-def test_a_logger_can_go_rank_by_rank(tmp_path):
-    run_ranks(log_in_order, 2, str(tmp_path))
-    written = (tmp_path / "ours").read_text()
-    assert written.splitlines() == ["[RANK 0] a", "[RANK 1] b"] * 3 + ["[RANK 0] a"]
-    assert written == (tmp_path / "theirs").read_text()
+        notebook_accel.PartialState(cpu=True).wait_for_everyone()
+        written = (tmp_path / name).read_text().splitlines()
+        assert written == ["[RANK 0] a", "[RANK 1] b"] * 3 + ["[RANK 0] a"]
 
 
 def test_the_environment_says_from_which_level_on(monkeypatch, caplog):
@@ -171,26 +168,19 @@ def test_the_environment_says_from_which_level_on(monkeypatch, caplog):
         monkeypatch.delenv("ACCELERATE_LOG_LEVEL")
 
 
-def save_and_show(folder):
+@on_ranks(2)
+def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path):
     from notebook_accel.utils import save, tqdm, wait_for_everyone
 
-    index = os.environ["RANK"]
-    save({"rank": index}, f"{folder}/of_{index}.pt")
-    save({"w": torch.ones(1)}, f"{folder}/w_{index}.safetensors", safe_serialization=True)
+    rank = int(os.environ["RANK"])
+    save({"rank": rank}, tmp_path / f"of_{rank}.pt")
+    save({"w": torch.ones(1)}, tmp_path / f"w_{rank}.safetensors", safe_serialization=True)
     wait_for_everyone()
+    assert sorted(os.listdir(tmp_path)) == ["of_0.pt", "w_0.safetensors"]
+    assert torch.load(tmp_path / "of_0.pt") == {"rank": 0}
     bars = [tqdm([1]), tqdm([1], main_process_only=False), tqdm([1], disable=True)]
-    hidden = [bar.disable for bar in bars]
+    assert [bar.disable for bar in bars] == [rank > 0, False, True]
     assert [list(bar) for bar in bars] == [[1]] * 3
-    return sorted(os.listdir(folder)), hidden
-
-
-def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path):
-    files = ["of_0.pt", "w_0.safetensors"]
-    assert run_ranks(save_and_show, 2, str(tmp_path)) == [
-        (files, [False, False, True]),
-        (files, [True, False, True]),
-    ]
-    assert torch.load(tmp_path / "of_0.pt") == {"rank": "0"}
 
 
 def test_wrappers_inside_a_model_are_taken_off_too():

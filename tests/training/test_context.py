@@ -4,7 +4,6 @@ On the CPU, keys and values are gathered; torch's ring, which accelerators use, 
 Tolerances are those of ``meshes``, and in bf16 and fp16 those of ``test_matrix``.
 """
 
-import re
 from functools import cache
 
 import pytest
@@ -24,7 +23,7 @@ from notebook_accel.training.settings.parallelism import (
     TorchContextParallelConfig,
 )
 from tests.training import meshes
-from tests.training.harness import refusal_of, run_ranks, with_long_ones
+from tests.training.harness import on_ranks, run_ranks, with_long_ones
 from tests.training.meshes import FLOAT_ERROR, SCALE, WIDTH, WORDS, check_weights, loss_of
 
 LENGTH = 8
@@ -261,12 +260,11 @@ def test_a_transformers_decoder_divides_its_sequences():
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def attend_by_turns(lengths):
-    """The largest difference of divided attention to whole, over blocks of these lengths."""
+@on_ranks(2)
+def test_sequences_of_one_length_after_the_other():
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     torch.manual_seed(3)
-    differences = []
-    for length in lengths:
+    for length in (8, 8, 16, 8, 4):
         whole = torch.randn(3, 1, 2, length, 4)
         expected = nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
         part = whole.clone()
@@ -274,13 +272,7 @@ def attend_by_turns(lengths):
             buffers=[part, expected], buffer_seq_dims=[3, 2], no_restore_buffers={expected}
         ):
             out = nn.functional.scaled_dot_product_attention(*part, is_causal=True)
-            differences.append(float((out - expected).abs().max()))
-    return max(differences)
-
-
-def test_sequences_of_one_length_after_the_other():
-    for difference in run_ranks(attend_by_turns, 2, [8, 8, 16, 8, 4]):
-        assert difference < 1e-6
+            assert (out - expected).abs().max() < 1e-6
 
 
 def test_elsewhere_the_block_changes_nothing():
@@ -290,30 +282,22 @@ def test_elsewhere_the_block_changes_nothing():
         assert tokens.shape == (2, 3)
 
 
-def refusal(kind):
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
-    tokens = torch.zeros(2, 6 if kind == "length" else 8)
-    given = {} if kind == "nothing" else {"buffers": [tokens], "buffer_seq_dims": [1]}
-    heads = torch.zeros(1, 1, 4, 2)
-
-    def attend():
-        with accelerator.maybe_context_parallel(**given):
-            nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=heads)
-
-    return refusal_of(attend)
-
-
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("length", "given", "message"),
     [
-        ("length", r"of shape \(2, 6\) along dimension 1 into 4 pieces"),
-        ("nothing", "got 0 buffers and 0 buffer_seq_dims"),
-        ("mask", "got a mask: expected is_causal=True"),
+        (6, {"buffer_seq_dims": [1]}, r"of shape \(2, 6\) along dimension 1 into 4 pieces"),
+        (8, {"buffers": None}, "got 0 buffers and 0 buffer_seq_dims"),
+        (8, {"buffer_seq_dims": [1]}, "got a mask: expected is_causal=True"),
     ],
+    ids=["length", "nothing", "mask"],
 )
-def test_what_cannot_be_divided_is_refused(kind, message):
-    for said in run_ranks(refusal, 2, kind):
-        assert re.search(message, said)
+@on_ranks(2)
+def test_what_cannot_be_divided_is_refused(length, given, message):
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    heads = torch.zeros(1, 1, 4, 2)
+    given = {"buffers": [torch.zeros(2, length)], **given}
+    with pytest.raises(ConfigError, match=message), accelerator.maybe_context_parallel(**given):
+        nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=heads)
 
 
 def test_settings(monkeypatch):

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ParallelismConfig
-from notebook_accel.training.collectives import gather, this_rank
+from notebook_accel.training.collectives import gather, gather_object, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup, current_data_group
 from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration
-from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
+from tests.training.harness import on_ranks, run_ranks, runs_here, skip_unless_it_runs
 from tests.training.loading import CPU, LISTS, TABLE, SizedStream, Stream, lists, numbers, read
 
 INDEX_OF_RANK = (0, 0, 1, 1)
@@ -164,52 +164,32 @@ def test_ranks_that_shard_read_as_plain_ranks_do(readings):
         assert of_rank["plain"]["one for four"] == ([[0, 0, 0, 0]], [0])
 
 
-def read_streams():
+@on_ranks(4)
+def test_streams_and_orders_are_alike_within_a_share():
     shares = two_shares()
     torch.manual_seed(this_rank())  # ranks that differ in everything random
+    index = gather(torch.tensor([shares.index]), group=shares.process_group)
+    assert index.tolist() == [0, 1]
+    stream = prepare(of_stream(Stream(10)), shares)
+    assert lists(stream) == [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]]][shares.index]
+    skipping = skip_first_batches(prepare(numbers(8, 2), shares), 1)
+    assert lists(skipping) == [[[4, 5]], [[6, 7]]][shares.index]
     shuffled = prepare(numbers(8, 2, shuffle=True), shares)
-    once = prepare(numbers(8, 2, shuffle=True, drop_last=True), shares, use_seedable_sampler=True)
-    loaders = {
-        "stream": prepare(of_stream(Stream(10)), shares),
-        "sized stream": prepare(of_stream(SizedStream(10)), shares, dispatch_batches=False),
-        "shuffled": shuffled,
-        "seedable": once,
-        "skipping": skip_first_batches(prepare(numbers(8, 2), shares), 1),
-    }
-    found = {}
-    for name, loader in loaders.items():
-        found[name] = lists(loader)
-    whole = gather(torch.tensor([shares.index]), group=shares.process_group)
-    return {**found, "gathered": whole.tolist()}
+    seedable = prepare(numbers(8, 2, shuffle=True), shares, use_seedable_sampler=True)
+    for loader in (shuffled, seedable):
+        order = [value for batch in loader for value in batch.tolist()]
+        first, same, second, alike = gather_object([order])
+        assert (first, second) == (same, alike)
+        assert sorted(first + second) == list(range(8))
 
 
-def test_streams_and_orders_are_alike_within_a_share():
-    results = run_ranks(read_streams, 4)
-    for first, second in ((0, 1), (2, 3)):
-        assert results[first] == results[second]
-    zero, two = results[0], results[2]
-    assert zero["stream"] == [[0, 1, 2], [6, 7]]
-    assert two["stream"] == [[3, 4, 5], [8, 9]]
-    assert two["sized stream"] == [[3, 4, 5], [9, 0, 1]]
-    for name in ("shuffled", "seedable"):
-        assert sorted(i for batch in zero[name] + two[name] for i in batch) == list(range(8))
-    assert zero["skipping"] == [[4, 5]]
-    assert zero["gathered"] == [0, 1]
-
-
-def read_alone():
+@on_ranks(2)
+def test_one_share_for_all_ranks():
     """Both ranks hold one model: there is one share, which both read."""
     shares = DataGroup(1, 0, (0, 0), [dist.new_group([0]), dist.new_group([1])][this_rank()])
-    stream = prepare(of_stream(Stream(7)), shares)
-    plain = prepare(numbers(7, 3), shares)
-    return {
-        "stream": lists(stream),
-        "plain": lists(plain),
-        "gathered": [gather_for_metrics(b, group=shares.process_group).tolist() for b in plain],
-    }
-
-
-def test_one_share_for_all_ranks():
     whole = [[0, 1, 2], [3, 4, 5], [6]]
-    expected = {"stream": whole, "plain": whole, "gathered": whole}
-    assert run_ranks(read_alone, 2) == [expected] * 2
+    assert lists(prepare(of_stream(Stream(7)), shares)) == whole
+    plain = lists(prepare(numbers(7, 3), shares))
+    assert plain == whole
+    for batch in prepare(numbers(7, 3), shares):
+        assert torch.equal(gather_for_metrics(batch, group=shares.process_group), batch)

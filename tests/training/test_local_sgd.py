@@ -7,9 +7,8 @@ from torch import nn
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.local_sgd import LocalSGD
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 from tests.training.meshes import Tiny, accelerator_for
-from tests.training.single import forget_states
 
 
 def train(enabled):
@@ -36,47 +35,33 @@ def train_by(accelerator, *, num_batches=5, **settings):
     return [*weights, next(model.parameters()).item()]
 
 
-def train_all():
+@on_ranks(2)
+def test_weights_are_averaged_now_and_then_and_at_the_end():
+    is_first = Accelerator(cpu=True).is_main_process
+    here, there = [-1.0, -4.0, -5.0, -8.0, -9.0, -10.0], [-3.0, -4.0, -7.0, -8.0, -11.0, -10.0]
+    assert train(True) == (here if is_first else there)
+    assert train(False) == [-2.0, -4.0, -6.0, -8.0, -10.0, -10.0]
+    # Windows of two batches in bf16, in which these numbers are exact.
     precision = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
     windows = train_by(Accelerator(cpu=True, **precision), num_batches=6, local_sgd_steps=4)
-    replicas = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
-    on_mesh = train_by(replicas, local_sgd_steps=2)
-    return [train(True), train(False), windows, on_mesh]
-
-
-def test_weights_are_averaged_now_and_then_and_at_the_end():
-    here, there = run_ranks(train_all, 2)
-    assert here[0] == [-1.0, -4.0, -5.0, -8.0, -9.0, -10.0]
-    assert there[0] == [-3.0, -4.0, -7.0, -8.0, -11.0, -10.0]
-    assert here[1] == there[1] == [-2.0, -4.0, -6.0, -8.0, -10.0, -10.0]
-    # Windows of two batches in bf16, in which these numbers are exact.
-    assert here[2] == [0.0, -1.0, -1.0, -4.0, -4.0, -5.0, -6.0]
-    assert there[2] == [0.0, -3.0, -3.0, -4.0, -4.0, -7.0, -6.0]
-    assert (here[3], there[3]) == (here[0], there[0]), "replicas on a mesh are whole models"
+    between = [-1.0, -1.0] if is_first else [-3.0, -3.0]
+    last = -5.0 if is_first else -7.0
+    assert windows == [0.0, *between, -4.0, -4.0, last, -6.0]
+    mesh = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    whole = train_by(mesh, local_sgd_steps=2)
+    assert whole == (here if is_first else there), "replicas on a mesh are whole models"
 
 
 def test_one_rank_trains_as_without_it():
     assert train(True) == [-1.0, -2.0, -3.0, -4.0, -5.0, -5.0]
 
 
-def refusals():
-    said = []
-    for mesh in ("fsdp", "tensor"):
-        accelerator = accelerator_for(mesh)
-        model = accelerator.prepare(Tiny())
-        try:
-            LocalSGD(accelerator, model, 2)
-        except ConfigError as error:
-            said.append(str(error))
-        accelerator.free_memory()
-        forget_states()
-    return said
-
-
-def test_models_in_parts_are_refused():
-    for said in run_ranks(refusals, 2):
-        assert len(said) == 2
-        assert all("it averages whole models" in text for text in said)
+@pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
+@on_ranks(2)
+def test_models_in_parts_are_refused(mesh):
+    accelerator = accelerator_for(mesh)
+    with pytest.raises(ConfigError, match="it averages whole models"):
+        LocalSGD(accelerator, accelerator.prepare(Tiny()), 2)
 
 
 @pytest.mark.parametrize("steps", [0, "8"])

@@ -1,7 +1,6 @@
 """A training that is resumed sees the batches that it would have seen."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from notebook_accel.training.processes.random_numbers import set_seed
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 from tests.training.loading import numbers, prepare
 
 EPOCHS = 3
@@ -113,11 +112,12 @@ AUGMENTED = {
     "stateful": (Augmented, {}, {"use_stateful_dataloader": True}),
 }
 IN_THE_SECOND_EPOCH = ("own order", "workers that stay")
-DISPATCHED = {
-    "map": (Augmented, {"shuffle": True}, {"dispatch_batches": True}),
+OF_TWO_RANKS = {
+    **{name: AUGMENTED[name] for name in ("map", "workers", "stream")},
+    "map, dispatched": (Augmented, {"shuffle": True}, {"dispatch_batches": True}),
     "split": (Augmented, {"shuffle": True}, {"dispatch_batches": True, "split_batches": True}),
-    "workers": (Augmented, {"num_workers": 2}, {"dispatch_batches": True}),
-    "stream": (AugmentedStream, {}, {}),
+    "workers, dispatched": (Augmented, {"num_workers": 2}, {"dispatch_batches": True}),
+    "stream, dispatched": (AugmentedStream, {}, {}),
 }
 
 
@@ -152,20 +152,11 @@ def test_losses_are_those_of_a_run_that_was_never_stopped(name, tmp_path):
     assert learn(case, tmp_path / "run", None) == whole[save_at:]
 
 
-def learn_all(folder):
-    found = {}
-    for cases, save_at in ((DISPATCHED, 2), (AUGMENTED, 2)):
-        for name in cases if cases is DISPATCHED else ("map", "workers", "stream"):
-            place = Path(folder) / f"{name} {cases is DISPATCHED}"
-            whole = learn(cases[name], place, save_at)
-            found[place.name] = whole[save_at:], learn(cases[name], place, None)
-    return found
-
-
-def test_so_are_those_of_two_ranks_however_they_share_the_data(tmp_path):
-    for found in run_ranks(learn_all, 2, str(tmp_path)):
-        for name, (expected, resumed) in found.items():
-            assert expected == resumed, name
+@pytest.mark.parametrize("name", OF_TWO_RANKS)
+@on_ranks(2)
+def test_so_are_those_of_two_ranks_however_they_share_the_data(name, tmp_path):
+    whole = learn(OF_TWO_RANKS[name], tmp_path, 2)
+    assert learn(OF_TWO_RANKS[name], tmp_path, None) == whole[2:]
 
 
 def test_other_ranks_go_on_at_the_first_sample_not_seen():

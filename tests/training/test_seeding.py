@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accel.training.collectives import this_rank
+from notebook_accel.training.collectives import gather_object, this_rank
 from notebook_accel.training.processes.random_numbers import (
     get_random_states,
     set_random_states,
@@ -14,7 +14,7 @@ from notebook_accel.training.processes.random_numbers import (
     synchronize_rng_state,
     synchronize_rng_states,
 )
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -60,27 +60,18 @@ def test_saved_states_give_the_same_numbers_again(generator, tmp_path):
         np.random.set_bit_generator(before)
 
 
-def seeds_and_synchronizes():
+@on_ranks(2)
+def test_ranks_draw_alike_or_their_own():
     set_seed(7)
-    same = draw()
+    first, second = gather_object([draw()])
+    assert first == second
     set_seed(7, device_specific=True)
-    own = draw()
+    first, second = gather_object([draw()])
+    assert not set(first) & set(second)
     generator = torch.Generator().manual_seed(this_rank())
     synchronize_rng_states(["torch", "generator"], generator)
-    return {
-        "same": same,
-        "own": own,
-        "torch": float(torch.rand(())),
-        "generator": float(torch.rand((), generator=generator)),
-    }
-
-
-def test_ranks_draw_alike_or_their_own():
-    first, second = run_ranks(seeds_and_synchronizes, 2)
-    assert first["same"] == second["same"]
-    assert not set(first["own"]) & set(second["own"])
-    assert first["torch"] == second["torch"]
-    assert first["generator"] == second["generator"]
+    drawn = float(torch.rand(())), float(torch.rand((), generator=generator))
+    assert gather_object([drawn]) == [drawn] * 2
 
 
 def test_what_cannot_be_synchronized_is_refused():

@@ -7,12 +7,14 @@ those three, in float32 up to the order of sums (see ``meshes``).
 import pickle
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from notebook_accel.utils import merge_fsdp_weights
+from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -23,7 +25,8 @@ from notebook_accel import (
     ParallelismConfig,
 )
 from notebook_accel.training.checkpoint.start import find_damage
-from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
+from notebook_accel.training.collectives import gather_object
+from tests.training.harness import on_ranks, run_ranks, runs_here, skip_unless_it_runs
 from tests.training.meshes import (
     BY_RANK,
     FLOAT_ERROR,
@@ -89,14 +92,6 @@ def train(mesh, folder, saves):
     return steps()
 
 
-def write_all(writers, root):
-    return {writer: train(writer, f"{root}/{writer}", True) for writer in writers}
-
-
-def read_all(pairs, root):
-    return {(writer, reader): train(reader, f"{root}/{writer}", False) for writer, reader in pairs}
-
-
 GO_ON = [
     ("fsdp, blocks", "single"),
     ("single", "fsdp, blocks"),
@@ -117,70 +112,64 @@ GO_ON = [
 ]
 
 
-class Saved(dict[str, tuple["Path", list[float]]]):
-    """The checkpoint of each strategy that writes one, and the losses after it.
-
-    All of one number of ranks are written together, when the first of them is asked for.
-    """
-
-    def __init__(self, root):
-        self.root = root
-
-    def __missing__(self, asked):
-        skip_unless_it_runs(asked)
-        ranks = RANKS[asked]
-        of_them = {writer for writer, _ in GO_ON if RANKS[writer] == ranks}
-        writers = sorted(filter(runs_here, of_them))
-        results = run_ranks(write_all, ranks, writers, str(self.root))
-        for writer in writers:
-            losses = [result[writer] for result in results]
-            assert all(one == pytest.approx(losses[0]) for one in losses)
-            self[writer] = self.root / writer, losses[0]
-        return self[asked]
+def write_all(writers, root):
+    return {writer: train(writer, f"{root}/{writer}", True) for writer in writers}
 
 
-class WentOn(dict[tuple[str, str], list[list[float]]]):
-    """By writer and reader: the losses of each rank that loaded."""
-
-    def __init__(self, saved):
-        self.saved = saved
-
-    def __missing__(self, asked):
-        skip_unless_it_runs(asked)
-        ranks = [RANKS[name] for name in asked]
-        alike = [
-            pair for pair in GO_ON if [RANKS[name] for name in pair] == ranks and runs_here(pair)
-        ]
-        for writer, _ in alike:
-            assert self.saved[writer]
-        results = run_ranks(read_all, ranks[1], alike, str(self.saved.root))
-        for pair in alike:
-            self[pair] = [result[pair] for result in results]
-        return self[asked]
+def read_all(pairs, root):
+    return {(writer, reader): train(reader, f"{root}/{writer}", False) for writer, reader in pairs}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    return Saved(tmp_path_factory.mktemp("saved"))
+    """A function that gives the checkpoint of a strategy, and the losses after it.
+
+    All of one number of ranks are written together, when the first of them is asked for.
+    """
+    root = tmp_path_factory.mktemp("saved")
+
+    @cache
+    def written(ranks):
+        writers = sorted({one for one, _ in GO_ON if RANKS[one] == ranks and runs_here(one)})
+        return run_ranks(write_all, ranks, writers, str(root))
+
+    def saved_by(writer):
+        skip_unless_it_runs(writer)
+        first, *others = [result[writer] for result in written(RANKS[writer])]
+        assert all(losses == pytest.approx(first) for losses in others)
+        return root / writer, first
+
+    return saved_by
 
 
 @pytest.fixture(scope="module")
-def went_on(saved):
-    return WentOn(saved)
+def losses_after(saved):
+    """A function that gives the losses of each rank that loaded, by writer and reader."""
+
+    @cache
+    def read(*ranks):
+        pairs = [pair for pair in GO_ON if runs_here(pair) and ranks_of(pair) == ranks]
+        folders = [saved(writer)[0] for writer, _ in pairs]
+        return run_ranks(read_all, ranks[1], pairs, str(folders[0].parent))
+
+    return lambda *pair: [result[pair] for result in read(*ranks_of(pair))]
+
+
+def ranks_of(pair):
+    return tuple(RANKS[name] for name in pair)
 
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        pytest.param(
-            *pair, marks=[pytest.mark.long] if max(RANKS[name] for name in pair) > 2 else []
-        )
+        pytest.param(*pair, marks=[pytest.mark.long] if max(ranks_of(pair)) > 2 else [])
         for pair in GO_ON
     ],
 )
-def test_whoever_loads_goes_on_as_the_writer_did(writer, reader, saved, went_on):
-    _, expected = saved[writer]
-    for losses in went_on[writer, reader]:
+def test_whoever_loads_goes_on_as_the_writer_did(writer, reader, saved, losses_after):
+    skip_unless_it_runs((writer, reader))
+    _, expected = saved(writer)
+    for losses in losses_after(writer, reader):
         assert losses == pytest.approx(expected, abs=10 * FLOAT_ERROR * STEPS)
 
 
@@ -196,46 +185,44 @@ class Averaging(Deep):
         return self.norm(super().forward(tokens))
 
 
-def averages(asked, folder):
-    """What running averages are after a step, and after they were saved and loaded."""
-    mesh = ParallelismConfig(**asked) if asked else None
-    found = []
-    for saves in (True, False):
-        accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(), parallelism_config=mesh)
-        model = accelerator.prepare(Averaging())
-        inputs, targets = data(8).tensors
-        if saves:
-            share = slice(0, 4) if accelerator.is_main_process else slice(4, 8)
-            share = slice(8) if asked else share
-            accelerator.forward_backward(model, inputs[share], targets[share], loss_of)
-            accelerator.save_state(folder)
-        else:
-            accelerator.load_state(folder)
-        state = accelerator.get_state_dict(model)
-        found.append({name: state[name].tolist() for name in state if "running" in name})
-    return found
-
-
-def test_averages_of_batches_are_those_of_the_rank_that_counts(tmp_path):
+@pytest.mark.parametrize("sizes", [{}, {"pp_size": 2}], ids=["shards", "stages"])
+@on_ranks(2)
+def test_averages_of_batches_are_those_of_the_rank_that_counts(sizes, tmp_path):
     """The first rank's, as in whole weights; of a pipeline those of the stage that runs them."""
-    (first, loaded), (other, also) = run_ranks(averages, 2, {}, str(tmp_path / "shards"))
-    assert first != other
-    assert loaded == also == first
-    for trained, read in run_ranks(averages, 2, {"pp_size": 2}, str(tmp_path / "stages")):
-        assert trained == read
-        assert all(any(values) for name, values in read.items() if "mean" in name)
+    mesh = ParallelismConfig(**sizes) if sizes else None
+
+    def prepared():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(), parallelism_config=mesh)
+        return accelerator, accelerator.prepare(Averaging())
+
+    def averages(accelerator, model):
+        state = accelerator.get_state_dict(model)
+        return {name: state[name].tolist() for name in state if "running" in name}
+
+    accelerator, model = prepared()
+    inputs, targets = data(8).tensors
+    share = slice(8) if sizes else slice(4) if accelerator.is_main_process else slice(4, 8)
+    accelerator.forward_backward(model, inputs[share], targets[share], loss_of)
+    accelerator.save_state(tmp_path)
+    trained = averages(accelerator, model)
+    assert all(any(values) for name, values in trained.items() if "mean" in name)
+    of_ranks = gather_object([trained])
+    assert (of_ranks[0] == of_ranks[1]) == bool(sizes)
+    accelerator, model = prepared()
+    accelerator.load_state(tmp_path)
+    assert averages(accelerator, model) == of_ranks[0]
 
 
 def test_full_state_dicts_are_the_plain_files(saved):
     for writer in filter(runs_here, ("full", "1F1B")):
-        files = {entry.name for entry in saved[writer][0].iterdir()}
+        files = {entry.name for entry in saved(writer)[0].iterdir()}
         assert {"model.safetensors", "optimizer.bin"} <= files
 
 
 def test_sharded_ones_hold_every_rank_s_parts(saved):
     for writer, ranks in (("fsdp, blocks", 2), (BY_RANK, 4)):
         for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-            assert len(list((saved[writer][0] / name).glob("*.distcp"))) == ranks
+            assert len(list((saved(writer)[0] / name).glob("*.distcp"))) == ranks
 
 
 def test_another_model_is_no_damage(saved):
@@ -244,7 +231,7 @@ def test_another_model_is_no_damage(saved):
     model.blocks[0].up = nn.Linear(model.blocks[0].up.in_features, 3)
     accelerator.prepare(model)
     with pytest.raises(RuntimeError, match=r"nothing was loaded\. size mismatch for blocks\.0"):
-        accelerator.resume_or_start(saved["fsdp, blocks"][0])
+        accelerator.resume_or_start(saved("fsdp, blocks")[0])
 
 
 def test_an_optimizer_with_other_groups_is_told(saved):
@@ -252,16 +239,15 @@ def test_an_optimizer_with_other_groups_is_told(saved):
     model = Deep()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match=r"optimizer_0 holds .* of 2 groups .* AdamW here has 1"):
-        accelerator.load_state(saved["fsdp, blocks"][0])
+        accelerator.load_state(saved("fsdp, blocks")[0])
 
 
 def test_parts_are_merged_into_one_file(saved, tmp_path):
     """Ours, of a checkpoint and of a model's folder, and those that Accelerate writes."""
     import torch.distributed.checkpoint as dcp
     from accelerate.utils import merge_fsdp_weights as theirs
-    from safetensors.torch import load_file
 
-    folder = saved["fsdp x tensor"][0]
+    folder = saved("fsdp x tensor")[0]
     merge_fsdp_weights(folder, tmp_path / "a" / "b")
     merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), tmp_path, safe_serialization=False)
     merged = load_file(tmp_path / "a" / "b" / "model.safetensors")
@@ -292,7 +278,7 @@ def test_the_index_of_parts_is_not_trusted(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Deep())
-    folder = shutil.copytree(saved["fsdp, blocks"][0], tmp_path / "state")
+    folder = shutil.copytree(saved("fsdp, blocks")[0], tmp_path / "state")
     index = folder / "pytorch_model_fsdp_0" / ".metadata"
     whole = index.read_bytes()
 
@@ -316,36 +302,28 @@ def test_the_index_of_parts_is_not_trusted(saved, tmp_path, monkeypatch):
     refused(r"\.metadata names the file '\.\./__0_0\.distcp'")
 
 
-def save_weights(folder):
+@on_ranks(4)
+def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path):
     """What the documentation shows: unwrap, state_dict, save; and plain weights back."""
     accelerator = accelerator_for("fsdp x tensor")
     torch.manual_seed(3)
     plain = Deep().state_dict()
     model = accelerator.prepare(Deep())
     accelerator.unwrap_model(model).load_state_dict(plain)
-    accelerator.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/weights.pt")
-    accelerator.save_model(model, f"{folder}/model")
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), tmp_path / "weights.pt")
+    accelerator.save_model(model, tmp_path / "model")
     with pytest.raises((FileNotFoundError, NotebookAccelError), match="no sharded weights"):
-        merge_fsdp_weights(f"{folder}/none", folder)
+        merge_fsdp_weights(tmp_path / "none", tmp_path)
     wrapped = accelerator.get_state_dict(model, unwrap=False)
-    assert all(torch.equal(value, plain[name]) for name, value in wrapped.items())
     accelerator.wait_for_everyone()
     with pytest.raises(RuntimeError, match="size mismatch for head"):
         model.load_state_dict({**plain, "head.weight": torch.zeros(1)})
-    loaded = torch.load(f"{folder}/weights.pt", weights_only=True)
-    return {name: torch.equal(value, plain[name]) for name, value in loaded.items()}
-
-
-def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path):
-    for result in run_ranks(save_weights, 4, str(tmp_path)):
-        assert set(result) == set(Deep().state_dict())
-        assert all(result.values())
-    from safetensors.torch import load_model
-
-    model = Deep()
-    load_model(model, tmp_path / "model" / "model.safetensors")
-    torch.manual_seed(3)
-    assert torch.equal(model.embed.weight, Deep().embed.weight)
+    loaded = torch.load(tmp_path / "weights.pt", weights_only=True)
+    from_model = Deep()
+    load_model(from_model, tmp_path / "model" / "model.safetensors")
+    for state in (wrapped, loaded, from_model.state_dict()):
+        assert state.keys() == plain.keys()
+        assert all(torch.equal(value, plain[name]) for name, value in state.items())
 
 
 class Keeps(nn.Linear):
@@ -362,7 +340,8 @@ class Keeps(nn.Linear):
         self.kept = state
 
 
-def two_models(folder):
+@on_ranks(2)
+def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path):
     """Two models and their optimizers in one ``prepare``, one optimizer later than its model."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
     torch.manual_seed(5)
@@ -379,28 +358,17 @@ def two_models(folder):
     first.step()
     before = accelerator.get_state_dict(other)
     second.step()
-    after = accelerator.get_state_dict(other)
+    assert not torch.equal(before["weight"], accelerator.get_state_dict(other)["weight"])
     # A model with more than tensors in its state, which is rank 0's where ranks differ.
     keeps = nn.Sequential(Keeps({"rank": accelerator.process_index}), Keeps(torch.ones(2)))
     keeps = accelerator.prepare(keeps)
-    accelerator.save_state(f"{folder}/parts")
+    accelerator.save_state(tmp_path / "parts")
     # As scripts do before their last save.
     accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    accelerator.save_state(f"{folder}/whole")
+    accelerator.save_state(tmp_path / "whole")
     keeps[0].kept, keeps[1].kept = None, torch.zeros(2)
-    accelerator.load_state(f"{folder}/parts")
-    return {
-        "moved": not torch.equal(before["weight"], after["weight"]),
-        "loss": float(loss),
-        "kept": [keeps[0].kept, keeps[1].kept.tolist()],
-    }
-
-
-def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path):
-    results = run_ranks(two_models, 2, str(tmp_path))
-    assert all(result["moved"] for result in results)
-    assert results[0] == results[1]
-    assert results[0]["kept"] == [{"rank": 0}, [1.0, 1.0]]
+    accelerator.load_state(tmp_path / "parts")
+    assert (keeps[0].kept, keeps[1].kept.tolist()) == ({"rank": 0}, [1.0, 1.0])
     parts, whole = (
         {each.name for each in (tmp_path / name).iterdir()} for name in ("parts", "whole")
     )
@@ -410,8 +378,9 @@ def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path):
     assert not any(name.startswith(("pytorch_model_fsdp", "optimizer_0")) for name in whole)
 
 
-def hold_while_saving(folder):
-    """What this rank holds of whole weights and states while rank 0 writes them."""
+@on_ranks(2)
+def test_only_who_writes_holds_what_was_joined(tmp_path):
+    """The host of many ranks has no room for one copy each."""
     accelerator = make_accelerator("full")
     accelerator.state.fsdp_plugin.state_dict_config = None
     model = Deep()
@@ -423,26 +392,19 @@ def hold_while_saving(folder):
     accelerator.register_save_state_pre_hook(
         lambda _, weights, __: held.extend(sorted(each) for each in weights)
     )
-    accelerator.save_state(f"{folder}/state")
-    accelerator.save_model(model, f"{folder}/model")
-    whole = accelerator.get_state_dict(model)
-    return {"held": held, "whole": len(whole)}
-
-
-def test_only_who_writes_holds_what_was_joined(tmp_path):
-    """The host of many ranks has no room for one copy each."""
+    accelerator.save_state(tmp_path / "state")
+    accelerator.save_model(model, tmp_path / "model")
     names = sorted(Deep().state_dict())
-    for rank, result in enumerate(run_ranks(hold_while_saving, 2, str(tmp_path))):
-        assert result["held"] == [[] if rank else names]
-        assert result["whole"] == len(names)
+    assert held == [names if accelerator.is_main_process else []]
+    assert len(accelerator.get_state_dict(model)) == len(names)
     for folder in ("state", "model"):
         assert (tmp_path / folder / "model.safetensors").exists()
     state = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
     assert state[0]["exp_avg"].shape == Deep().embed.weight.shape
 
 
-def saves_by_hooks(folder):
-    """The rate that an optimizer of shards has loaded, whose model is saved by hooks."""
+@on_ranks(2)
+def test_hooks_take_over_weights_of_shards(tmp_path):
     accelerator = make_accelerator("fsdp")
     model = Deep()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -450,18 +412,16 @@ def saves_by_hooks(folder):
     accelerator.register_save_state_pre_hook(lambda _, weights, __: weights.clear())
     accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
     optimizer.param_groups[0]["lr"] = 0.5
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path)
     optimizer.param_groups[0]["lr"] = 0.25
-    accelerator.load_state(folder)
-    return float(optimizer.param_groups[0]["lr"])
-
-
-def test_hooks_take_over_weights_of_shards(tmp_path):
-    assert run_ranks(saves_by_hooks, 2, str(tmp_path)) == [0.5, 0.5]
+    accelerator.load_state(tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.5
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
 
 
-def hooks_meet(folder):
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@on_ranks(2)
+def test_hooks_of_all_ranks_have_one_folder(kind, tmp_path):
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
     accelerator.prepare(Deep())
 
@@ -472,11 +432,6 @@ def hooks_meet(folder):
         Path(place, "own", str(accelerator.process_index)).touch()
 
     accelerator.register_save_state_pre_hook(hook)
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        accelerator.state.fsdp_plugin.set_state_dict_type(kind)
-        accelerator.save_state(f"{folder}/{kind}")
-        assert {path.name for path in Path(folder, kind, "own").iterdir()} == {"0", "1"}
-
-
-def test_hooks_of_all_ranks_have_one_folder(tmp_path):
-    run_ranks(hooks_meet, 2, str(tmp_path))
+    accelerator.state.fsdp_plugin.set_state_dict_type(kind)
+    accelerator.save_state(tmp_path / "state")
+    assert {path.name for path in (tmp_path / "state" / "own").iterdir()} == {"0", "1"}

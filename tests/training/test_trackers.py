@@ -1,5 +1,7 @@
 """``log_with``: which trackers it comes to, and when each of their methods is called."""
 
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from notebook_accel.tracking import (
 from notebook_accel.utils import LoggerType
 
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 from tests.training.single import Told, be
 
 
@@ -179,7 +181,8 @@ class PerRank(Recorder):
         return "marked"
 
 
-def rank_by_rank():
+@on_ranks(2)
+def test_the_main_process_alone_tracks():
     own = Recorder()
     accelerator = Accelerator(cpu=True, log_with=own)
     accelerator.init_trackers("project", {"lr": 1})
@@ -187,13 +190,14 @@ def rank_by_rank():
     got = accelerator.get_tracker("recorder")
     got.log_images({"x": []})
     accelerator.end_training()
-    return [len(own.calls), got.name, PerRank(False).mark(), PerRank(True).mark()]
-
-
-def test_the_main_process_alone_tracks():
-    first, second = run_ranks(rank_by_rank, 2)
-    assert first == [5, "recorder", "marked", "marked"]
-    assert second == [1, "blank", None, "marked"]
+    is_main = accelerator.is_main_process
+    assert (len(own.calls), got.name) == ((5, "recorder") if is_main else (1, "blank"))
+    assert PerRank(False).mark() == ("marked" if is_main else None)
+    assert PerRank(True).mark() == "marked"
+    # The notebook's too; another is blank there.
+    tracker = accelerator.get_tracker("notebook" if is_main else "wandb")
+    tracker.log({"loss": 1.0}, step=1)
+    assert tracker.name == ("notebook" if is_main else "blank")
 
 
 # The notebook's own tracker, and the blank one of ranks that do not track.
@@ -215,17 +219,6 @@ def test_the_live_tracker_shows_numbers(monkeypatch):
         accelerator.get_tracker("wandb")
 
 
-def track():
-    accelerator = Accelerator(cpu=True)
-    tracker = accelerator.get_tracker("notebook" if accelerator.is_main_process else "wandb")
-    tracker.log({"loss": 1.0}, step=1)
-    return tracker.name, len(accelerator.trackers)
-
-
-def test_other_ranks_get_a_blank_one():
-    assert run_ranks(track, 2) == [("notebook", 0), ("blank", 0)]
-
-
 # Each tracker by its library.
 
 
@@ -240,9 +233,6 @@ def train(name, folder, /, **init_kwargs):
         loss = torch.tensor(0.5, requires_grad=True) / (step + 1)
         accelerator.log({"loss": loss, "eval": {"f1": np.float32(0.25)}}, step=step)
     return accelerator
-
-
-# ------------------------------------------------------------------ the real libraries
 
 
 def test_tensorboard_writes_events_and_settings(tmp_path):
@@ -265,99 +255,64 @@ def test_tensorboard_writes_events_and_settings(tmp_path):
     assert len(list(tmp_path.glob("project/*/events*"))) == 2  # hparams, and the dictionary's plot
 
 
-def run_mlflow(folder):
+@pytest.mark.long
+@pytest.mark.skipif(not find_spec("mlflow"), reason="mlflow is not installed")
+@on_ranks(1)
+def test_mlflow_writes_to_a_folder(tmp_path):
+    os.chdir(tmp_path)
+    uri = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/runs", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    os.environ.update(uri)
     import mlflow
     from matplotlib.figure import Figure
 
-    accelerator = train("mlflow", folder, run_name="first", tags={"team": "us"})
+    accelerator = train("mlflow", str(tmp_path), run_name="first", tags={"team": "us"})
     accelerator.log({"text": "left out"}, step=1)
     tracker = accelerator.get_tracker("mlflow")
     tracker.store_init_configuration({"long": "x" * 7000, **{f"p{i}": i for i in range(150)}})
-    folders = Path(folder, "one"), Path(folder, "two")
-    for each in folders:
-        each.mkdir()
-        (each / "text.txt").write_text("hello")
-    tracker.log_artifact(str(folders[0] / "text.txt"))
-    tracker.log_artifacts(str(folders[1]), "below")
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        (folder / "text.txt").write_text("hello")
+    tracker.log_artifact(str(one / "text.txt"))
+    tracker.log_artifacts(str(two), "below")
     tracker.log_figure(Figure(), "figure.png")
     tracker.log_images({"x": [np.zeros((4, 4, 3), dtype=np.uint8)] * 2}, step=2)
     run = accelerator.get_tracker("mlflow", unwrap=True)
     kept = Path(mlflow.artifacts.download_artifacts(artifact_uri=run.info.artifact_uri))
     pictures = sorted(path.parent.name for path in kept.rglob("*.png"))
+    assert pictures == ["artifacts", "images", "images"]
+    texts = sorted(str(path.relative_to(kept)) for path in kept.rglob("*.txt"))
+    assert texts == ["below/text.txt", "text.txt"]
     accelerator.end_training()
     found = mlflow.get_run(run.info.run_id)
-    experiment = mlflow.get_experiment(run.info.experiment_id).name
+    assert found.info.status == "FINISHED"
+    assert found.data.metrics == {"loss": 0.25, "eval/f1": 0.25}
+    assert (found.data.params["lr"], len(found.data.params)) == ("0.1", 4 + 150)
+    assert found.data.tags["team"] == "us"
+    assert mlflow.get_experiment(run.info.experiment_id).name == "project"
     again = Accelerator(cpu=True, log_with="mlflow")
     again.init_trackers("project")
-    same = again.get_tracker("mlflow", unwrap=True).info.experiment_id == run.info.experiment_id
+    experiment = again.get_tracker("mlflow", unwrap=True).info.experiment_id
+    assert experiment == run.info.experiment_id
     again.end_training()
-    data = found.data
-    return {
-        "metrics": data.metrics,
-        "lr": data.params["lr"],
-        "num_params": len(data.params),
-        "tag": data.tags["team"],
-        "ended": found.info.status,
-        "experiment": experiment,
-        "same": same,
-        "files": sorted(str(path.relative_to(kept)) for path in kept.rglob("*.txt")),
-        "pictures": pictures,
-    }
 
 
 @pytest.mark.long
-def test_mlflow_writes_to_a_folder(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
-    (found,) = run_ranks(in_environment, 1, "run_mlflow", str(tmp_path), {
-        "MLFLOW_TRACKING_URI": f"file:{tmp_path}/runs",
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-    })  # fmt: skip
-    assert found == {
-        "metrics": {"loss": 0.25, "eval/f1": 0.25},
-        "lr": "0.1",
-        "num_params": 4 + 150,
-        "tag": "us",
-        "ended": "FINISHED",
-        "experiment": "project",
-        "same": True,
-        "files": ["below/text.txt", "text.txt"],
-        "pictures": ["artifacts", "images", "images"],
-    }
-
-
-def run_wandb(folder):
-    accelerator = train("wandb", folder, dir=folder, mode="offline")
+@pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
+@on_ranks(1, timeout=100)
+def test_wandb_runs_offline(tmp_path):
+    os.chdir(tmp_path)
+    os.environ["WANDB_SILENT"] = "true"
+    accelerator = train("wandb", str(tmp_path), dir=str(tmp_path), mode="offline")
     run = accelerator.get_tracker("wandb", unwrap=True)
     tracker = accelerator.get_tracker("wandb")
     tracker.log_images({"x": [np.zeros((4, 4, 3), dtype=np.uint8)]}, step=2)
     tracker.log_table("table", columns=["a"], data=[[1]], step=2)
-    config = dict(run.config)
-    summary = {"loss": run.summary["loss"], "eval": run.summary["eval"]["f1"]}
+    assert run.config["nested"] == {"layers": [1, 2]}
+    assert (run.summary["loss"], run.summary["eval"]["f1"]) == (0.25, 0.25)
+    assert run.project == "project"
     accelerator.end_training()
-    return {"config": config, "summary": summary, "project": run.project}
-
-
-@pytest.mark.long
-def test_wandb_runs_offline(tmp_path):
-    pytest.importorskip("wandb")
-    (found,) = run_ranks(
-        in_environment, 1, "run_wandb", str(tmp_path), {"WANDB_SILENT": "true"}, timeout=100
-    )
-    assert found["summary"] == {"loss": 0.25, "eval": 0.25}
-    assert found["config"]["nested"] == {"layers": [1, 2]}
-    assert found["project"] == "project"
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-
-
-def in_environment(name, folder, variables):
-    import os
-
-    os.environ.update(variables)
-    os.chdir(folder)
-    return globals()[name](folder)
-
-
-# ------------------------------------------------------------------ stand-ins by their signatures
 
 
 def test_every_tracker_is_known_by_its_name():
