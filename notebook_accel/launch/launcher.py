@@ -107,7 +107,7 @@ def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
     engine = engine_for(request.config)
     with _telling_failure(request.view):
         plan = _plan(engine, request)
-    notices = (*request.notices, *plan.notices)
+    notices = (*request.notices, *plan.notices, *_shared_devices(request, plan.devices))
     request = replace(request, notices=notices, devices=plan.devices)
     return _begin_and_wait(request, partial(engine.begin, plan, packed), plan.world_size)
 
@@ -502,14 +502,29 @@ def _free_devices(run: Run) -> tuple[int, ...]:
     number, found = len(run.state.devices), range(len(look_at_machine().found.names))
     taken, users = run_list.least_used(found, number)
     if users or len(taken) < number:
-        every = run_list.least_used(found, len(found))[1]
-        used = {device for each in every for device in each.state.devices}
-        names = dict.fromkeys(f"{each.id} ({each.name})" for each in every)
+        free, names = _free_and_users(found)
         raise ConfigError(
-            f"clone(): {number} devices are needed, and {len(set(found) - used)} of {len(found)} "
-            f"are free. Pause or stop one of the runs that use them: {', '.join(names)}"
+            f"clone(): {number} devices are needed, and {len(free)} of {len(found)} are free. "
+            f"Pause or stop one of the runs that use them: {names}"
         )
     return taken
+
+
+def _shared_devices(request: LaunchRequest, devices: tuple[int, ...]) -> list[str]:
+    """Say that a launch which chose no accelerators gets some that other runs of the kernel use."""
+    users = run_list.least_used(devices, len(devices))[1]
+    if not users or request.config.devices is not None:
+        return []
+    free, names = _free_and_users(range(len(look_at_machine().found.names)))
+    way = f"devices={free} takes those that are free" if free else "none is free"
+    return [f"it shares its devices with other runs of this kernel: {names}; {way}"]
+
+
+def _free_and_users(found: Sequence[int]) -> tuple[list[int], str]:
+    """Return the accelerators that no run of this kernel uses, and which runs use the others."""
+    every = run_list.least_used(found, len(found))[1]
+    used = {device for each in every for device in each.state.devices}
+    return sorted({*found} - used), ", ".join(dict.fromkeys(f"{e.id} ({e.name})" for e in every))
 
 
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:
@@ -559,11 +574,11 @@ def folder_for_clone(run: Run) -> str:
     if run.state.has_ended:
         return folder_to_resume(run)
     if run.status == "paused":
-        raise ConfigError(f"{run!r} is paused: run.go_on() first, or clone it without warm=True")
+        raise ConfigError(f"{run.name} is paused: run.go_on() first, or clone it without warm=True")
     folder = run.log_dir / f"warm-{secrets.token_hex(4)}"
     save_to(run, folder)
     if not folder.is_dir():
-        raise ConfigError(f"{run!r} has prepared no model yet, with which a clone could begin")
+        raise ConfigError(f"{run.name} has prepared no model yet, with which a clone could begin")
     return str(folder)
 
 
@@ -591,4 +606,4 @@ def _folder_of(run: Run) -> str:
             "function that reads should_stop returns by itself): save_state() or "
             "resume_or_start() keeps one"
         )
-    raise ConfigError(f"resume={run!r}: it left nothing to go on from. {why}{lost}")
+    raise ConfigError(f"{run.name} left nothing to go on from. {why}{lost}")

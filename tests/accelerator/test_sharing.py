@@ -32,6 +32,10 @@ def test_a_device_that_a_run_uses_is_given_to_no_trial_and_no_clone(monkeypatch,
     trials = sweep(visible, {"number": [1, 2, 3]}, view="none")
     assert [trial[0] for trial in trials] == ["1", "1", "1"]
     assert run.status == "running"
+    told = notebook_launcher(visible, (4,), 1, view="none").state.notices
+    assert f"it shares its devices with other runs of this kernel: {run.id} (visible); " in told[0]
+    assert told[0].endswith("devices=[1] takes those that are free")
+    assert not notebook_launcher(visible, (4,), devices=[0], view="none").state.notices
     with run_list.choosing:  # as while a sweep chooses
         clones = threading.Thread(target=lambda: made.append(run.clone()), daemon=True)
         made = []

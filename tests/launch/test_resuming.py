@@ -335,7 +335,7 @@ def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing() -> None:
         small.clone(lr=2.0)
     with pytest.raises(TypeError, match="neither an argument nor a knob"):
         small.clone(rl=2.0)
-    with pytest.raises(ConfigError, match="nothing to go on from"):
+    with pytest.raises(ConfigError, match=r"^plain left nothing to go on from"):
         small.clone(warm=True)
 
 
@@ -348,6 +348,8 @@ def test_other_processes_see_a_pause() -> None:
     run = learning()
     run.pause()
     assert "paused" in listed()
+    with pytest.raises(ConfigError, match=r"^learn is paused: run\.go_on"):
+        run.clone(warm=True)
     run.go_on()
     assert "running" in listed()
     run.stop()
