@@ -104,6 +104,8 @@ class CommonActions:
     def go_on(self) -> Future[None]:
         """End the pause; the future says when all ranks train again."""
         with held(), self._lock:
+            if self._why_ended:
+                return ended(RuntimeError(self._why_ended))
             if not self._pause:
                 return ended(None)
             if self._pause_over is None:

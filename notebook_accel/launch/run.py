@@ -457,6 +457,7 @@ class Run:
         """End a pause: the training goes on, to the bit as if there had been none.
 
         Raises:
+            RuntimeError: the run has ended.
             NotebookAccelError: the run is not this kernel's.
 
         Example:
@@ -499,7 +500,9 @@ class Run:
         try:
             asked.result()
         except (RuntimeError, TimeoutError) as error:
-            raise self._about_this(type(error)(f"{error} (run {self.id})")) from None
+            # A cell shows errors of this package without the frames in it.
+            kind = TimeoutError if isinstance(error, TimeoutError) else NotebookAccelError
+            raise self._about_this(kind(f"{error} (run {self.id})")) from None
 
     # ---- what it left ----------------------------------------------------------------------
 

@@ -520,8 +520,11 @@ class LaunchedContext(RankContext):
         if action.kind == "pause":
             training = self._newest_training()
             with training.off_device() if training else contextlib.nullcontext():
+                self._log("paused; run.go_on() goes on")
                 self._board.wait_in_pause(self.local_rank, number)
+            self._log("goes on")
             return False
+        self._log(", ".join(f"{name}={value!r}" for name, value in action.values.items()) or "save")
         if action.kind == "set":
             self.set_knobs(action.values)
         elif action.folder:
@@ -533,6 +536,15 @@ class LaunchedContext(RankContext):
             self._saves_at = self._row.batches, self._row.reads, self._row.begun
         self._row.done = number
         return False
+
+    def _log(self, action: str) -> None:
+        """Write what all ranks do here into the log, where rank 0 prints."""
+        row = self._row
+        if self.rank == 0:
+            with contextlib.suppress(Exception):  # the function may have closed it
+                step = row.steps or row.batches or row.reads
+                sys.stderr.write(f"notebook_accel: {action} (step {step:,})\n")
+                sys.stderr.flush()
 
 
 def _whole(step: Any) -> int:

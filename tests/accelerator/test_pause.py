@@ -49,19 +49,19 @@ def train(num_batches, fsdp):
 
 def start(fsdp, **asked):
     config = LaunchConfig(num_processes=RANKS)
-    return launch(train, (30 * RANKS, fsdp), config=config, **asked)
+    return launch(train, (75 * RANKS, fsdp), config=config, **asked)
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
-def test_a_pause_frees_the_device_and_changes_nothing(fsdp):
+def test_ten_pauses_free_the_device_and_change_nothing(fsdp):
     twin = start(fsdp)
     run = start(fsdp, block=False)
     eventually(
         lambda: all(rank.steps > 25 for rank in run.state.ranks), within=SOON, what="it trains"
     )
-    for _ in range(3):
+    for _ in range(10):
         run.pause()
-        time.sleep(0.2)
+        time.sleep(0.1)
         run.go_on()
     for (losses, held), (expected, _) in zip(run, twin, strict=True):
         assert losses == expected

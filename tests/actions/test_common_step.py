@@ -1,6 +1,7 @@
 """Knobs, saves, pauses and stops happen at the same step of all ranks, in real processes."""
 
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from notebook_accel import (
 from notebook_accel.actions import common_actions as actions
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.launch.run import Run, call_of
+from notebook_accel.rank import this_rank
 from tests.engines import joined
 from tests.launches import launch
 from tests.waiting import eventually
@@ -167,8 +169,29 @@ def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop() -> None:
     run.set(lr=0.25)  # waits until it goes on, and the run is stopped before that
     run.stop()
     assert [one["events"][-1][1] for one in run.results] == ["stop", "stop"]
-    with pytest.raises(RuntimeError, match="has ended"):
+    for ask in (run.pause, run.go_on):
+        with pytest.raises(RuntimeError, match="has ended"):
+            ask()
+
+
+def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_training_goes_on() -> None:
+    def holds_much() -> float:
+        from notebook_accel import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        rate = accelerator.knob("lr", 0.5)
+        this_rank.current()._row.device_memory = 2**50  # type: ignore[attr-defined]
+        while rate.value == 0.5 and not accelerator.should_stop:
+            time.sleep(0.01)
+        return rate.value
+
+    run = start(holds_much)
+    trains(run)
+    with pytest.raises(RuntimeError, match=r"2097152\.0 GB on the devices .* the host, which has"):
         run.pause()
+    assert run.status == "running"
+    run.set(lr=0.25)
+    assert run.results == [0.25, 0.25]
 
 
 def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +262,20 @@ def test_a_function_without_loaders_acts_where_it_asks() -> None:
     assert run.results == [(0.25, 1), (0.25, 1)]
 
 
-def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob_and_the_log_says_so(
+    tmp_path: Path,
+) -> None:
     arguments = {"folder": str(tmp_path)}
     run = start(train, 100_000, kwargs=arguments)
     trains(run)
     run.set(lr=0.125)
     run.save()
+    run.pause()
+    run.go_on()
     run.stop()
+    said = re.findall(r"^notebook_accel: (.*) \(step \d+\)$", run.wait().logs(0), re.MULTILINE)
+    assert said == ["lr=0.125", "save", "paused; run.go_on() goes on", "goes on"]
+    assert "notebook_accel" not in run.logs(1)
     assert all(not [e for e in one["events"] if e[1] == "save"] for one in run)
     assert list(tmp_path.iterdir())
     again = start(train, 100_000, kwargs=arguments)

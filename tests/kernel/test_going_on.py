@@ -62,6 +62,9 @@ def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook
         assert "running" in other.run("print(runs(everywhere=True))")
         notebook.run("run.stop(); run.results; done = run.state.ranks[0].steps")
         notebook.run(f"again = {GO_ON % 'last_run()'}")
+        ended = notebook.fails("run.pause()")
+        assert "the run has ended" in ended
+        assert "run.py" not in ended, "no frame of the package"
         run_id, done, *results = ast.literal_eval(
             notebook.run("print([run.id, done, *again.results])")
         )
@@ -197,6 +200,30 @@ def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook):
     assert rate == 0.01
     assert 10 <= 600 - seen < 600, "it goes on from a step of the trial"
     assert f"begins at batch {600 - seen}" in noticed
+
+
+def test_a_paused_trial_gets_the_next_free_device_by_mouse(notebook):
+    kernel = notebook.kernel
+    notebook.run(TRAIN + "from notebook_accel import sweep")
+    space = "{'lr': [0.1], 'size': [800], 'width': [2, 3, 4]}"
+    how = "metric='seen', mode='max', concurrent=1, rounds=8, devices='cpu', block=False"
+    notebook.run(f"s = sweep(train, {space}, {how})")
+    kernel.wait_for_panel()
+    assert kernel.listen_until(lambda: offers(kernel, "trial 2"), seconds=60)
+    kernel.fill("Trial", "trial 1")
+    kernel.click("Next")
+    went_on = notebook.run(
+        """
+        numbers = lambda: [len(run.metrics) for run in s.runs[:2]]
+        paused = numbers()
+        while numbers() == paused:
+            time.sleep(0.05)
+        print([now > then for now, then in zip(numbers(), paused)])
+        s.stop()
+        s.wait()
+        """
+    )
+    assert went_on == "[False, True]\n", "without a click it was trial 0's turn"
 
 
 def named(kernel, label):

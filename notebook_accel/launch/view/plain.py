@@ -99,7 +99,6 @@ class PlainView(PlainOnDemand):
         self._readers: dict[int, LineReader] = {}
         self._last_progress: dict[int, str] = {}
         self._notices: tuple[str, ...] = ()
-        self._is_paused = False
         self._hang_text = ""
         self._throughput = Throughput()
         self._knows_slow = False
@@ -120,10 +119,7 @@ class PlainView(PlainOnDemand):
         now = time.monotonic()
         self._throughput.note(state, now=now)
         self._print_news(self._run, state)
-        if self._is_paused != (state.status == "paused"):
-            self._is_paused = not self._is_paused
-            self.write(["paused; run.go_on() goes on" if self._is_paused else "goes on"])
-        if now >= self._next_progress and not self._is_paused:
+        if now >= self._next_progress and state.status != "paused":
             self._next_progress = now + _PROGRESS_SECONDS
             self.print_progress(state)
 
