@@ -129,7 +129,7 @@ def render_slim(
     title = summary.summary_lines(state, now=now)[0]
     text = [f"{title}, {values}" if values else title]
     text += _output_text(state) if with_output else []
-    parts = [line, _notices(state), other_displays(state)]
+    parts = [line, _notices(state, with_output), other_displays(state)]
     if with_output:
         parts.insert(-1, _output(state, _PLAIN_TEXT, MAX_BYTES - message_bytes(join(parts))))
     # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
@@ -152,7 +152,7 @@ def render_snapshot(
     Args:
         curves: by the metrics' names.
         now: wall time in seconds, for a run that still goes on; None for one that has ended.
-        with_output: False where it is printed already.
+        with_output: False where output and notices are printed already.
         with_displays: False where each display is an output of its own.
         asked_stacks: a title and stacks, if a click on Stacks fetched them.
         original: what the run is called that this one is a clone of, or goes on with, and its
@@ -167,7 +167,7 @@ def render_snapshot(
         element("div", *_title_parts(state, seconds, *summary.facts(state))),
         _table(state, seconds),
         _steps(state),
-        _notices(state),
+        _notices(state, with_output),
         panel.render_warnings(state),
         *(
             panel.fold_of_stacks(title, found, max_bytes=_MAX_ERROR, style=_TEXT)
@@ -184,8 +184,9 @@ def render_snapshot(
     displays = str(render_displays(state)) if with_displays else ""
     # For terminals and files: no HTML, and nothing that a terminal would obey.
     lines = summary.summary_lines(state, now=now)
-    lines += [one_line(text, _MAX_NOTICE) for text in state.notices[-_MAX_NOTICES:]]
-    lines += _output_text(state) if with_output else []
+    if with_output:
+        lines += [one_line(text, _MAX_NOTICE) for text in state.notices[-_MAX_NOTICES:]]
+        lines += _output_text(state)
     if state.error:
         lines.append(_end(plain_text(state.error), 4000))
     return _bundle(html, "\n".join(lines), displays)
@@ -243,10 +244,12 @@ def _steps(state: RunState) -> Markup:
     return join([element("div", table, style=_SCROLLS), *lines]) if table else table
 
 
-def _notices(state: RunState) -> Markup:
+def _notices(state: RunState, with_output: bool) -> Markup:
     hang = (summary.hang_line(state),) if state.hang is not None else ()
+    # Printed as the ranks' output is, where that is not here.
+    notices = state.notices[-_MAX_NOTICES:] if with_output else ()
     lines = []
-    for text in (*hang, *state.notices[-_MAX_NOTICES:]):
+    for text in (*hang, *notices):
         is_kept = text.startswith(RESCUED)
         # By its id the run is found in any cell, also after another launch or a restart.
         code = f"{run_list.expression(state.run)}.rescued"

@@ -174,8 +174,8 @@ def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop() -> None:
             ask()
 
 
-def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_training_goes_on() -> None:
-    def holds_much() -> float:
+def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_training_goes_on():
+    def holds_much():
         from notebook_accel import Accelerator
 
         accelerator = Accelerator(cpu=True)
@@ -262,9 +262,7 @@ def test_a_function_without_loaders_acts_where_it_asks() -> None:
     assert run.results == [(0.25, 1), (0.25, 1)]
 
 
-def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob_and_the_log_says_so(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob_and_the_log_says_so(tmp_path):
     arguments = {"folder": str(tmp_path)}
     run = start(train, 100_000, kwargs=arguments)
     trains(run)

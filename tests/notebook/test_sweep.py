@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -309,6 +310,23 @@ def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goe
     assert [run.results for run in found] == [[0.1], [0.2]]
 
 
+def test_where_host_memory_is_short_a_trial_begins_once_the_one_before_has_ended(monkeypatch):
+    no_memory = psutil.virtual_memory()._replace(available=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: no_memory)
+    asked = {"metric": "loss", "concurrent": 1, "rounds": 4, "kwargs": {"seconds": 0.005}}
+    found = on_cpu(epoch, {"lr": [0.1, 0.2, 0.3]}, **asked)
+    times = [[row["time"] for row in run.metrics] for run in found]
+    assert all(max(one) < min(other) for one, other in pairwise(times))
+    assert found._notes() == ["host memory is short: no further trial begins until one has ended"]
+
+
+def test_a_trial_that_ends_in_its_first_turn_is_not_said_to_refuse_the_pause():
+    asked = {"metric": "loss", "concurrent": 1, "rounds": 80, "kwargs": {"seconds": 0.0}}
+    found = on_cpu(epoch, {"lr": range(8)}, **asked)
+    assert [run.results for run in found] == [[80]] * 8
+    assert found._notes() == []
+
+
 def test_turns_over_a_loader_without_a_length_are_refused():
     class Stream(IterableDataset[int]):
         def __iter__(self):
@@ -345,6 +363,9 @@ def test_distributions_need_a_number_and_optuna(monkeypatch):
             on_cpu(train, space, **asked)
     with pytest.raises(ConfigError, match="CategoricalDistribution"):
         on_cpu(train, {**space, "width": [1, 2]}, metric="loss", num_trials=2)
+    with pytest.raises(ConfigError, match="takes no argument 'lrr'"):
+        on_cpu(train, {"lrr": space["lr"]}, metric="loss", num_trials=2)
+    assert not SweepFolder().path.parent.exists(), "a study without trials"
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ImportError, match="pip install optuna"):
         on_cpu(train, space, metric="loss", num_trials=2)

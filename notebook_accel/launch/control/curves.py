@@ -101,6 +101,7 @@ class Curve:
         self.not_finite_since: float | None = None
         self.marks: tuple[tuple[float, str, float], ...] = ()
         self._num = 0
+        self._furthest = -math.inf
         self._max_points = max_points
         self._points: list[Point] = []
 
@@ -108,6 +109,7 @@ class Curve:
         """Add a value; if ``step`` is None, its step is the number of values added before it."""
         x = float(self._num if step is None else step)
         self._num += 1
+        self._furthest = max(self._furthest, x)
         self.last = value
         if math.isfinite(value):
             self.not_finite_since = None
@@ -120,9 +122,8 @@ class Curve:
 
     def mark(self, name: str, value: float) -> None:
         """Note that a knob was given a value now."""
-        if self._points:
-            last = max(x for x, _ in self._points)
-            self.marks = (*self.marks, (last, name, value))[-_MAX_MARKS:]
+        if self._num:
+            self.marks = (*self.marks, (self._furthest, name, value))[-_MAX_MARKS:]
 
     def with_points(self, points: Sequence[Point]) -> Curve:
         """Return this curve with other points to draw: some of its own, or smoothed ones."""

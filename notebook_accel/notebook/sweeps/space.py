@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Iterable, Mapping
 from copy import copy
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -35,12 +36,11 @@ class Arguments:
     """Gives each trial its arguments, and tells the Optuna study, if there is one, of its values.
 
     Attributes:
-        study: the Optuna study; None for a grid or list without a pruner.
         samples: arguments of trials, or stand-ins: one for each set of names.
     """
 
     def __init__(self, asked: Mapping[str, Any], folder: SweepFolder) -> None:
-        """Check the space; make the study if one is needed.
+        """Check the space.
 
         Raises:
             ConfigError: the space is empty or no space, or an argument does not go with it.
@@ -48,7 +48,8 @@ class Arguments:
         """
         space, metric, num_trials = asked["space"], asked["metric"], asked["num_trials"]
         sampler, pruner = asked["sampler"], asked["pruner"]
-        self.study: Any = None
+        self._asked, self._folder = asked, folder
+        self._optuna: Any = None
         # The trials that are still to begin; None for one that the study samples.
         self._planned: list[TrialChoice | None]
         self._distributions: dict[str, Any] = {}
@@ -82,23 +83,33 @@ class Arguments:
             raise ImportError(
                 "distributions, samplers and pruners of a sweep are Optuna's: pip install optuna"
             ) from None
-        from optuna.storages import journal
+        self._optuna = optuna
 
-        self._optuna: Any = optuna
+    @cached_property
+    def study(self) -> Any:
+        """The Optuna study; None for a grid or list without a pruner.
+
+        It is made when it is first asked for: a sweep that is refused leaves no folder.
+        """
+        optuna, asked, folder = self._optuna, self._asked, self._folder
+        if optuna is None:
+            return None
+        backend = optuna.storages.journal.JournalFileBackend
         folder.make()
-        file = journal.JournalFileBackend(str(folder.path / "study.log"))
+        file = backend(str(folder.path / "study.log"))
         # It says in the cell what its file is called, otherwise.
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(
+        study = optuna.create_study(
             storage=optuna.storages.JournalStorage(file),
             study_name=folder.id,
             load_if_exists=True,
             direction="minimize" if asked["mode"] == "min" else "maximize",
-            sampler=sampler,
-            pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
+            sampler=asked["sampler"],
+            pruner=asked["pruner"] or optuna.pruners.NopPruner(),
         )
         optuna.logging.set_verbosity(verbosity)
+        return study
 
     @property
     def has_more(self) -> bool:

@@ -341,9 +341,7 @@ class Sweep:
         needed = max(sum(rank.memory or 0 for rank in one.run.state.ranks) for one in self._paused)
         has_room = psutil.virtual_memory().available > needed
         if not has_room:
-            self._said = (
-                f"host memory is short: at most {len(self._paused)} trials are paused at a time"
-            )
+            self._said = "host memory is short: no further trial begins until one has ended"
         return has_room and not first.is_next
 
     def _go_on(self, waiting: Sequence[Trial]) -> bool:
@@ -370,7 +368,7 @@ class Sweep:
             trial.pausing = None
             if pausing.exception() is None:
                 trial.is_paused = True
-            elif not trial.has_ended:
+            elif not all(rank.has_ended for rank in trial.run.state.ranks):
                 trial.turns = self._rounds
                 why = one_line(str(pausing.exception()), 200)
                 self._said = f"trial {trial.number} could not be paused: {why}"
