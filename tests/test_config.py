@@ -40,7 +40,7 @@ FULL = LaunchConfig(
 
 
 @pytest.fixture(autouse=True)
-def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _settings_of_nobody(monkeypatch, tmp_path):
     for name in ("XDG_CONFIG_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     for field in fields(LaunchConfig):
@@ -87,14 +87,14 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("parallelism", 2, "mapping of ParallelismConfig's fields"),
     ],
 )
-def test_a_bad_value_is_named_with_what_was_expected(name: str, value: Any, expected: str) -> None:
+def test_a_bad_value_is_named_with_what_was_expected(name, value, expected):
     with pytest.raises(ConfigError) as caught:
         LaunchConfig(**{name: value})
     assert f"{name}={value!r}" in str(caught.value)
     assert expected in str(caught.value)
 
 
-def test_each_field_has_a_bad_value_in_the_test_above() -> None:
+def test_each_field_has_a_bad_value_in_the_test_above():
     marks = test_a_bad_value_is_named_with_what_was_expected.pytestmark
     tried = {row[0] for row in marks[0].args[1]}
     assert {*tried, "env"} == {field.name for field in fields(LaunchConfig)}
@@ -115,7 +115,7 @@ def test_each_field_has_a_bad_value_in_the_test_above() -> None:
         ),
     ],
 )
-def test_bad_variables_are_named_without_their_texts(env: Any, said: str) -> None:
+def test_bad_variables_are_named_without_their_texts(env, said):
     """A text may be a secret, and a notebook is saved with its errors."""
     with pytest.raises(ConfigError) as caught:
         LaunchConfig(env=env)
@@ -123,7 +123,7 @@ def test_bad_variables_are_named_without_their_texts(env: Any, said: str) -> Non
     assert "secret" not in str(caught.value)
 
 
-def test_a_line_of_a_file_is_named_without_its_text(tmp_path: Path) -> None:
+def test_a_line_of_a_file_is_named_without_its_text(tmp_path):
     (tmp_path / "config.yaml").write_text("env:\n  KEY: secret: 1\n")
     with pytest.raises(ConfigError, match=r"mapping values are not allowed here \(line 2\)"):
         LaunchConfig.load(tmp_path / "config.yaml")
@@ -141,13 +141,13 @@ def test_a_line_of_a_file_is_named_without_its_text(tmp_path: Path) -> None:
         ({"parallelism": {"tp_size": True}}, "expected a whole number, 1 or more"),
     ],
 )
-def test_a_bad_option_of_a_plugin_is_named(given: dict[str, Any], said: str) -> None:
+def test_a_bad_option_of_a_plugin_is_named(given, said):
     with pytest.raises(ConfigError) as caught:
         LaunchConfig(**given)
     assert said in str(caught.value)
 
 
-def test_the_options_of_a_plugin_are_its_fields() -> None:
+def test_the_options_of_a_plugin_are_its_fields():
     import notebook_accel
 
     for name, plugin in PLUGINS.items():
@@ -167,11 +167,11 @@ def test_the_options_of_a_plugin_are_its_fields() -> None:
         (None, None),
     ],
 )
-def test_devices_are_kept_in_one_form(given: Any, kept: Any) -> None:
+def test_devices_are_kept_in_one_form(given, kept):
     assert LaunchConfig(devices=given).devices == kept
 
 
-def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path: Path) -> None:
+def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path):
     """YAML, which each run keeps of its settings, has no others."""
     import numpy as np
 
@@ -190,7 +190,7 @@ def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path: Path) -> 
     assert LaunchConfig(devices=np.str_("cpu")).to_yaml() == "devices: cpu\n"
 
 
-def test_a_config_does_not_change() -> None:
+def test_a_config_does_not_change():
     env = {"A": "1"}
     config = LaunchConfig(env=env)
     env["A"] = "2"
@@ -205,14 +205,14 @@ def test_a_config_does_not_change() -> None:
 # ---- together ------------------------------------------------------------------------------
 
 
-def test_inline_takes_one_process() -> None:
+def test_inline_takes_one_process():
     assert LaunchConfig(engine="inline", num_processes=1).num_processes == 1
     with pytest.raises(ConfigError, match="num_processes=2") as caught:
         LaunchConfig(engine="inline", num_processes=2)
     assert "engine='local'" in str(caught.value)
 
 
-def test_more_ranks_than_devices() -> None:
+def test_more_ranks_than_devices():
     with pytest.raises(ConfigError, match=r"num_processes=3.*devices=\[0, 1\]") as caught:
         LaunchConfig(num_processes=3, devices=[0, 1])
     for way_out in ("num_processes=2", "devices='cpu'", "gloo"):
@@ -224,7 +224,7 @@ def test_more_ranks_than_devices() -> None:
     check_enough(2, 2, "")
 
 
-def test_a_mesh_that_the_ranks_do_not_fill() -> None:
+def test_a_mesh_that_the_ranks_do_not_fill():
     sizes = {"tp_size": 2, "dp_shard_size": 2}
     with pytest.raises(ConfigError, match=r"parallelism=.*takes 4 ranks, and num_processes=6"):
         LaunchConfig(num_processes=6, parallelism=sizes)
@@ -233,7 +233,7 @@ def test_a_mesh_that_the_ranks_do_not_fill() -> None:
     assert LaunchConfig(parallelism=sizes).num_processes is None
 
 
-def test_nccl_on_the_cpu() -> None:
+def test_nccl_on_the_cpu():
     with pytest.raises(ConfigError, match="backend='nccl'") as caught:
         LaunchConfig(devices="cpu", backend="nccl")
     assert "gloo" in str(caught.value)
@@ -243,16 +243,14 @@ def test_nccl_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("config", [LaunchConfig(), FULL, LaunchConfig(devices="cpu")])
-def test_what_is_saved_is_loaded(config: LaunchConfig, tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded(config, tmp_path):
     path = tmp_path / "deep" / "config.yaml"
     config.save(path)
     assert LaunchConfig.load(path) == config
     assert LaunchConfig.load(str(path)) == config
 
 
-def test_a_file_is_replaced_whole_and_keeps_its_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path, monkeypatch):
     folder = tmp_path / "settings"
     path, link = folder / "config.yaml", folder / "link.yaml"
     umask = os.umask(0o027)
@@ -281,7 +279,7 @@ def test_a_file_is_replaced_whole_and_keeps_its_mode(
     assert not os.path.isfile(os.devnull)
 
 
-def test_a_path_in_the_home_folder(tmp_path: Path) -> None:
+def test_a_path_in_the_home_folder(tmp_path):
     config = LaunchConfig(num_processes=2)
     config.save("~/deep/config.yaml")
     assert (tmp_path / "home" / "deep" / "config.yaml").is_file()
@@ -293,7 +291,7 @@ def test_a_path_in_the_home_folder(tmp_path: Path) -> None:
             call("~nobody-at-all/a.yaml")
 
 
-def test_a_file_written_by_hand(tmp_path: Path) -> None:
+def test_a_file_written_by_hand(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("# mine\nmixed_precision: no\ndevices: 0,1\ngrace: 3\n")
     assert LaunchConfig.load(path) == LaunchConfig(mixed_precision="no", devices=(0, 1), grace=3)
@@ -315,7 +313,7 @@ def test_a_file_written_by_hand(tmp_path: Path) -> None:
         (b"seed: !!timestamp now\n", "it cannot be read"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_named(text: bytes, said: str, tmp_path: Path) -> None:
+def test_a_file_that_makes_no_sense_is_named(text, said, tmp_path):
     path = tmp_path / "config.yaml"
     with pytest.raises(ConfigError, match="cannot be read"):
         LaunchConfig.load(path)
@@ -326,7 +324,7 @@ def test_a_file_that_makes_no_sense_is_named(text: bytes, said: str, tmp_path: P
     assert said in str(caught.value)
 
 
-def test_accelerates_file(tmp_path: Path) -> None:
+def test_accelerates_file(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(
         "compute_environment: LOCAL_MACHINE\n"
@@ -356,7 +354,7 @@ def test_accelerates_file(tmp_path: Path) -> None:
     assert LaunchConfig.load(path) == expected
 
 
-def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_path: Path) -> None:
+def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_path):
     path = tmp_path / "default_config.yaml"
     text = (
         "distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: {}\nmachine_rank: 0\n"
@@ -374,7 +372,7 @@ def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_p
 @pytest.mark.parametrize(
     "line", ["machine_rank: 1", "distributed_type: MEGATRON_LM", "mixed_precision: fp7"]
 )
-def test_what_of_accelerates_file_cannot_be_had_is_named(line: str, tmp_path: Path) -> None:
+def test_what_of_accelerates_file_cannot_be_had_is_named(line, tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(f"compute_environment: LOCAL_MACHINE\n{line}\n")
     with pytest.raises(ConfigError) as caught:
@@ -385,7 +383,7 @@ def test_what_of_accelerates_file_cannot_be_had_is_named(line: str, tmp_path: Pa
     assert str(path) in str(caught.value)
 
 
-def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path: Path) -> None:
+def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(
         "compute_environment: LOCAL_MACHINE\n"
@@ -455,16 +453,14 @@ def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path: Path) -> None:
         ({"fsdp_sync_module_states": 0}, {"sync_module_states": False}),
     ],
 )
-def test_numbers_in_accelerates_file(
-    section: dict[str, Any], fsdp: dict[str, Any], tmp_path: Path
-) -> None:
+def test_numbers_in_accelerates_file(section, fsdp, tmp_path):
     """Of a choice it is torch's, which counts from 1; of a flag, 1 or 0."""
     path = tmp_path / "default_config.yaml"
     path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": section}))
     assert LaunchConfig.load(path).fsdp == fsdp
 
 
-def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
+def test_accelerates_file_for_deepspeed(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(
         "compute_environment: LOCAL_MACHINE\n"
@@ -496,7 +492,7 @@ def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
         LaunchConfig(deepspeed={}, fsdp={})
 
 
-def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path: Path) -> None:
+def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path):
     """What reaches its ranks by variables reaches ours by them; what nothing reads is named."""
     path = tmp_path / "default_config.yaml"
     path.write_text(
@@ -535,7 +531,7 @@ def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path: Path) ->
         LaunchConfig.load(path)
 
 
-def test_accelerates_own_writer(tmp_path: Path) -> None:
+def test_accelerates_own_writer(tmp_path):
     accelerate = pytest.importorskip("accelerate.utils")
     path = tmp_path / "default_config.yaml"
     accelerate.write_basic_config(mixed_precision="bf16", save_location=path)
@@ -545,7 +541,7 @@ def test_accelerates_own_writer(tmp_path: Path) -> None:
 # ---- where values come from ----------------------------------------------------------------
 
 
-def test_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order(monkeypatch):
     """An argument, config=, our environment, Accelerate's, the saved file, the default."""
 
     def found(**arguments: Any) -> str | None:
@@ -565,7 +561,7 @@ def test_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve({"mixed_precision": "no"})[0].grace == 3
 
 
-def test_variables_of_a_plugin_go_before_the_saved_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_plugin_go_before_the_saved_file(monkeypatch):
     fsdp = {"sharding_strategy": "FULL_SHARD", "cpu_offload": True}
     env = {"ACCELERATE_LOG_LEVEL": "info", "MINE": "1"}
     LaunchConfig(fsdp=fsdp, env=env).save(default_config_path())
@@ -584,7 +580,7 @@ def test_variables_of_a_plugin_go_before_the_saved_file(monkeypatch: pytest.Monk
         resolve({})
 
 
-def test_a_plugin_of_the_saved_file_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_of_the_saved_file_gives_way_to_another(monkeypatch):
     LaunchConfig(fsdp={}).save(default_config_path())
     assert resolve({"deepspeed": {}})[0] == LaunchConfig(deepspeed={})
     assert resolve({"parallelism": {"tp_size": 2}})[0].fsdp == {}
@@ -593,8 +589,8 @@ def test_a_plugin_of_the_saved_file_gives_way_to_another(monkeypatch: pytest.Mon
 
 
 def test_an_engine_of_one_rank_is_asked_for_no_more_by_the_environment_or_the_saved_file(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The person can leave nothing out that the call does not say."""
     LaunchConfig(num_processes=2, seed=3).save(default_config_path())
     assert resolve({"engine": "inline"})[0] == LaunchConfig(engine="inline", seed=3)
@@ -605,7 +601,7 @@ def test_an_engine_of_one_rank_is_asked_for_no_more_by_the_environment_or_the_sa
     assert resolve({"engine": "inline"})[0].num_processes is None
 
 
-def test_every_form_of_config(tmp_path: Path) -> None:
+def test_every_form_of_config(tmp_path):
     path = tmp_path / "mine.yaml"
     expected = LaunchConfig(num_processes=2, mixed_precision="bf16")
     expected.save(path)
@@ -617,7 +613,7 @@ def test_every_form_of_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["arguments", "config"])
-def test_unknown_names_are_named_with_those_that_there_are(given: str) -> None:
+def test_unknown_names_are_named_with_those_that_there_are(given):
     with pytest.raises(ConfigError, match="'num_gpus'") as caught:
         resolve({"num_gpus": 2}) if given == "arguments" else resolve({}, {"num_gpus": 2})
     assert all(field.name in str(caught.value) for field in fields(LaunchConfig))
@@ -636,7 +632,7 @@ def test_unknown_names_are_named_with_those_that_there_are(given: str) -> None:
         ("GRADIENT_ACCUMULATION_STEPS", "4", 4),
     ],
 )
-def test_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment(name, text, value, monkeypatch):
     monkeypatch.setenv(f"NOTEBOOK_ACCEL_{name}", text)
     assert getattr(resolve({})[0], name.lower()) == value
     monkeypatch.setenv(f"NOTEBOOK_ACCEL_{name}", "")
@@ -652,13 +648,13 @@ def test_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.M
         ("ACCELERATE_MIXED_PRECISION", "fp7"),
     ],
 )
-def test_a_bad_variable_is_named(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_variable_is_named(variable, text, monkeypatch):
     monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError, match=f"{variable}='{text}'"):
         resolve({})
 
 
-def test_a_variable_that_is_overruled_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_overruled_is_not_looked_at(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp7")
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "two")
     given = {"mixed_precision": "bf16", "num_processes": 2}
@@ -666,17 +662,13 @@ def test_a_variable_that_is_overruled_is_not_looked_at(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("text", "devices"), [("true", "cpu"), ("1", "cpu"), ("false", None)])
-def test_accelerates_wish_for_the_cpu(
-    text: str, devices: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerates_wish_for_the_cpu(text, devices, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", text)
     assert resolve({})[0].devices == devices
     assert resolve({"devices": [0]})[0].devices == (0,)
 
 
-def test_accelerates_variable_against_the_cpu_of_the_saved_file(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accelerates_variable_against_the_cpu_of_the_saved_file(monkeypatch):
     LaunchConfig(devices="cpu").save(default_config_path())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     assert resolve({})[0].devices is None
@@ -688,7 +680,7 @@ def test_accelerates_variable_against_the_cpu_of_the_saved_file(
     assert resolve({})[0].devices == (0,), "which is no CPU"
 
 
-def test_the_saved_file_is_named() -> None:
+def test_the_saved_file_is_named():
     """As used, and where it is broken."""
     assert resolve({})[1] == []
     LaunchConfig(num_processes=2).save(default_config_path())
@@ -700,7 +692,7 @@ def test_the_saved_file_is_named() -> None:
         resolve({})
 
 
-def test_a_mode_of_torch_that_kills_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_of_torch_that_kills_ranks_is_named(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
     assert resolve({"debug": True})[1] == []
     for env in ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, None):
@@ -711,9 +703,7 @@ def test_a_mode_of_torch_that_kills_ranks_is_named(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("config", [{"debug": False, "grace": 10.0}, "debug: false\ngrace: 10.0\n"])
-def test_a_value_that_is_the_default_is_a_value(
-    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_value_that_is_the_default_is_a_value(config, monkeypatch, tmp_path):
     """What was written wins over what comes after it, whatever it says."""
     if isinstance(config, str):
         (tmp_path / "mine.yaml").write_text(config)
@@ -727,7 +717,7 @@ def test_a_value_that_is_the_default_is_a_value(
 
 
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"])
-def test_a_flag_that_is_none_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_that_is_none_is_named(variable, monkeypatch):
     monkeypatch.setenv(variable, "perhaps")
     with pytest.raises(ConfigError, match=f"{variable}.*true or false|{variable}='perhaps'"):
         resolve({})
@@ -737,7 +727,7 @@ def test_a_flag_that_is_none_is_named(variable: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("where", ["env", "unknown"])
-def test_a_file_of_aliases_makes_a_short_error(where: str, tmp_path: Path) -> None:
+def test_a_file_of_aliases_makes_a_short_error(where, tmp_path):
     """Each line of it is ten times the one before: written out, it has gigabytes."""
     lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
@@ -750,7 +740,7 @@ def test_a_file_of_aliases_makes_a_short_error(where: str, tmp_path: Path) -> No
         assert len(str(caught.value)) < 5000
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
     (tmp_path / "config.yaml").touch()
     os.truncate(tmp_path / "config.yaml", 1 << 40)
     with pytest.raises(ConfigError, match=r"config\.yaml.* 1 GB"):
@@ -788,7 +778,7 @@ print("everywhere")
 """
 
 
-def test_a_setting_added_in_one_line_appears_everywhere(tmp_path: Path) -> None:
+def test_a_setting_added_in_one_line_appears_everywhere(tmp_path):
     package = shutil.copytree(
         PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -802,7 +792,7 @@ def test_a_setting_added_in_one_line_appears_everywhere(tmp_path: Path) -> None:
     assert said == "everywhere\n"
 
 
-def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
+def test_help_shows_each_setting_with_its_type_default_and_meaning():
     text = pydoc.plain(pydoc.render_doc(LaunchConfig))
     (start,) = re.findall(r"^ \|  Settings:\n(.*?)\n \|  Methods", text, flags=re.DOTALL | re.M)
     told = re.findall(r"^ \|      (\w+): (.+) = (.+)\n \|          \S", start, flags=re.M)

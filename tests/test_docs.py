@@ -66,9 +66,7 @@ def page_to_run(page: Path) -> ParameterSet:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", map(page_to_run, filter(is_run, PAGES)))
-def test_the_blocks_of_a_page_run_in_a_new_kernel_one_after_the_other(
-    page: Path, tmp_path: Path
-) -> None:
+def test_the_blocks_of_a_page_run_in_a_new_kernel_one_after_the_other(page, tmp_path):
     with open_notebook() as notebook:
         notebook.run(f"%cd -q {tmp_path}")
         for what, why, text in blocks(page, "python", "ipython"):
@@ -79,7 +77,7 @@ def test_the_blocks_of_a_page_run_in_a_new_kernel_one_after_the_other(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_commands_of_shell_blocks_exist(page: Path) -> None:
+def test_the_commands_of_shell_blocks_exist(page):
     makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
     for _, _, text in blocks(page, "sh"):
         for line in text.splitlines():
@@ -94,7 +92,7 @@ def test_the_commands_of_shell_blocks_exist(page: Path) -> None:
                 assert words[:2] == ["pip", "install"]
 
 
-def test_the_reference_lists_each_public_name_once() -> None:
+def test_the_reference_lists_each_public_name_once():
     text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
     ours, theirs = text.split("## From Accelerate itself")
     listed = re.findall(r"^   (\w+)$", ours, flags=re.MULTILINE)
@@ -104,7 +102,7 @@ def test_the_reference_lists_each_public_name_once() -> None:
     assert {*re.findall(r"`(\w+)`", theirs)} - {"accelerate"} == from_accelerate
 
 
-def test_the_page_of_commands_shows_all() -> None:
+def test_the_page_of_commands_shows_all():
     text = (DOCS / "reference" / "command-line.md").read_text(encoding="utf-8")
     assert {*re.findall(r"^## ([\w-]+)$", text, flags=re.MULTILINE)} == commands()
 
@@ -124,7 +122,7 @@ def _with_gaps(text: ast.JoinedStr) -> str:
     return "".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in text.values)
 
 
-def test_errors_are_listed_by_what_the_code_says_in_their_order() -> None:
+def test_errors_are_listed_by_what_the_code_says_in_their_order():
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     # Behind the text, in brackets: the library that says it, where it is not this one.
     errors = re.findall(r"^## `(.+?)`( \(\w+\))?$", page, flags=re.MULTILINE)

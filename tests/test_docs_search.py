@@ -2,7 +2,6 @@
 
 import subprocess
 import threading
-from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -67,7 +66,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def site(tmp_path_factory):
     """The address of the site, built from the pages as they are now."""
     folder = tmp_path_factory.mktemp("site")
     command = [SPHINX, "-m", "sphinx", "--quiet", "-d", folder / "trees", ROOT / "docs", folder]
@@ -78,7 +77,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
-def test_the_page_that_answers_is_among_the_first_three(site: str, chromium: str) -> None:
+def test_the_page_that_answers_is_among_the_first_three(site, chromium):
     questions = [(words, page) for page, asked in QUESTIONS.items() for words in asked]
     assert len(questions) >= 50
     missed = {}

@@ -17,7 +17,7 @@ from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
 import notebook_accel
-from tests.kernel.notebooks import Notebook, open_notebook
+from tests.kernel.notebooks import open_notebook
 from tests.launches import without_gloo
 from tests.public import DOORS, public_names
 
@@ -63,7 +63,7 @@ def _examples(documented: object) -> list[doctest.Example]:
     return doctest.DocTestParser().get_examples(text)
 
 
-def test_a_docstring_begins_with_one_line() -> None:
+def test_a_docstring_begins_with_one_line():
     wrong = []
     for name, documented in DOCUMENTED.items():
         first, *rest = (inspect.getdoc(documented) or "").split("\n")
@@ -87,7 +87,7 @@ def _arguments(documented: Any) -> set[str]:
     return {*inspect.signature(call).parameters} - {"self", "cls", "args", "kwargs"} - fields
 
 
-def test_a_docstring_names_each_argument() -> None:
+def test_a_docstring_names_each_argument():
     missing = []
     for name, documented in DOCUMENTED.items():
         text = inspect.getdoc(documented) or ""
@@ -102,7 +102,7 @@ def test_a_docstring_names_each_argument() -> None:
     assert missing == []
 
 
-def test_a_docstring_has_an_example() -> None:
+def test_a_docstring_has_an_example():
     missing = [
         name
         for name, documented in DOCUMENTED.items()
@@ -139,7 +139,7 @@ def run_examples(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
+def notebook():
     with open_notebook() as notebook:
         notebook.run("from tests.test_docstrings import run_examples")
         yield notebook
@@ -148,5 +148,5 @@ def notebook() -> Iterator[Notebook]:
 @pytest.mark.parametrize(
     "name", [name for name, documented in DOCUMENTED.items() if _examples(documented)]
 )
-def test_an_example_runs(name: str, notebook: Notebook) -> None:
+def test_an_example_runs(name, notebook):
     notebook.run(f"run_examples({name!r})")

@@ -33,7 +33,7 @@ DETAILS: dict[str, Any] = {
 }
 
 
-def test_the_tree() -> None:
+def test_the_tree():
     assert {kind: kind.__mro__[1] for kind in TREE} == TREE
     assert issubclass(ConfigError, ValueError)
     kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
@@ -42,7 +42,7 @@ def test_the_tree() -> None:
         assert getattr(notebook_accel, kind.__name__) is kind
 
 
-def test_a_worker_error_has_its_parts_from_the_start() -> None:
+def test_a_worker_error_has_its_parts_from_the_start():
     error = WorkerError("rank 2 was killed", **DETAILS)
     assert {name: getattr(error, name) for name in DETAILS} == DETAILS
     assert (str(error), error.run) == ("rank 2 was killed", None)
@@ -51,13 +51,13 @@ def test_a_worker_error_has_its_parts_from_the_start() -> None:
     assert (bare.ranks, bare.traceback) == ([], "")
 
 
-def test_two_errors_share_no_list() -> None:
+def test_two_errors_share_no_list():
     assert WorkerError("a").ranks is not WorkerError("b").ranks
 
 
 @pytest.mark.parametrize("travel", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy])
 @pytest.mark.parametrize("kind", TREE)
-def test_errors_travel_without_their_run(kind: Any, travel: Any) -> None:
+def test_errors_travel_without_their_run(kind, travel):
     error = kind("what was wrong", **(DETAILS if kind is WorkerError else {}))
     error.run = threadlike = (n for n in ())
     error.note = "mine"
@@ -71,13 +71,13 @@ def test_errors_travel_without_their_run(kind: Any, travel: Any) -> None:
         assert {name: getattr(there, name) for name in DETAILS} == DETAILS
 
 
-def test_errors_with_other_arguments_travel_too() -> None:
+def test_errors_with_other_arguments_travel_too():
     for error in (RunStopped(), LaunchError("a", 1)):
         there = pickle.loads(pickle.dumps(error))
         assert (type(there), there.args) == (type(error), error.args)
 
 
-def test_what_ipython_shows_is_the_message_and_no_frame_of_ours() -> None:
+def test_what_ipython_shows_is_the_message_and_no_frame_of_ours():
     def user_code() -> None:
         resolve({"num_processes": -1})
 
@@ -89,7 +89,7 @@ def test_what_ipython_shows_is_the_message_and_no_frame_of_ours() -> None:
     assert "num_processes=-1" in text
 
 
-def test_a_notebook_shows_the_error_of_a_rank_once_below_its_traceback() -> None:
+def test_a_notebook_shows_the_error_of_a_rank_once_below_its_traceback():
     traceback = "Traceback (most recent call last):\n  Cell In[3], line 7\nlib.OddError: bad\n"
 
     def shown(said: str) -> str:

@@ -195,7 +195,7 @@ def allowed(importer: str, imported: Import) -> bool:
     return known or _within(target, MAY_IMPORT[layer])
 
 
-def test_a_layer_imports_only_downwards() -> None:
+def test_a_layer_imports_only_downwards():
     upwards = [
         f"{path}:{i.line}: {i.module}"
         for path in FILES
@@ -205,16 +205,16 @@ def test_a_layer_imports_only_downwards() -> None:
     assert upwards == [], "MAY_IMPORT says what each layer may import"
 
 
-def test_every_layer_is_known() -> None:
+def test_every_layer_is_known():
     assert {layer_of(module) for module in MODULES} <= set(MAY_IMPORT)
 
 
-def test_only_notebook_knows_of_notebooks() -> None:
+def test_only_notebook_knows_of_notebooks():
     others = [path for path in FILES if layer_of(module_name(path)) != "notebook"]
     assert [found for found in imported_by(others) if _within(found[1], ONLY_IN_NOTEBOOK)] == []
 
 
-def test_what_carries_an_engine_is_imported_inside_its_functions() -> None:
+def test_what_carries_an_engine_is_imported_inside_its_functions():
     early = imported_by(FILES, at_import=True)
     assert [found for found in early if _within(found[1], CARRIERS)] == []
 
@@ -229,28 +229,28 @@ def imported_by(files: list[Path], at_import: bool = False) -> list[tuple[str, s
     ]
 
 
-def test_nothing_imports_a_door() -> None:
+def test_nothing_imports_a_door():
     inside = [path for path in FILES if layer_of(module_name(path)) != "compat"]
     users = {module_name(p) for p in inside for i in ours(p) if layer_of(i.module) == "compat"}
     assert users == set()
 
 
-def test_no_module_has_a_vague_name() -> None:
+def test_no_module_has_a_vague_name():
     named = {module for module in MODULES if layer_of(module) != "compat"}
     assert {module for module in named if VAGUE & set(module.split("."))} == set()
 
 
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_circle():
     """For types neither, nor in functions: such a circle is a wall that is missing."""
     check_order({module_name(path): {i.module for i in ours(path)} - {ROOT} for path in FILES})
 
 
-def test_folders_of_the_launch_do_not_import_each_other_in_a_circle() -> None:
+def test_folders_of_the_launch_do_not_import_each_other_in_a_circle():
     """Types aside: a view and the state that it draws know each other. Files on top count alone."""
     check_rooms(_LAUNCH, at_import=True)
 
 
-def test_rooms_of_the_training_do_not_import_each_other_in_a_circle() -> None:
+def test_rooms_of_the_training_do_not_import_each_other_in_a_circle():
     """For types neither: whoever reads a room needs only those below it."""
     check_rooms(_TRAINING, at_import=False)
 
@@ -277,12 +277,12 @@ def check_order(graph: dict[str, set[str]]) -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_the_training_has_few_loose_files() -> None:
+def test_the_training_has_few_loose_files():
     loose = {path.stem for path in (PACKAGE / "training").glob("*.py")} - {"__init__"}
     assert loose <= {"accelerator", "cell_globals", "fsdp_functions", "local_sgd", "state"}
 
 
-def test_a_module_says_what_it_exports_and_stays_readable() -> None:
+def test_a_module_says_what_it_exports_and_stays_readable():
     for path in FILES:
         source, name = read(path), module_name(path)
         assert source.has_docstring, f"{name}: the first line says what it is for"
@@ -293,7 +293,7 @@ def test_a_module_says_what_it_exports_and_stays_readable() -> None:
         assert source.num_lines <= 900 or name in _MAY_BE_LONG, f"{name}: a file is one idea"
 
 
-def test_no_two_classes_have_one_name() -> None:
+def test_no_two_classes_have_one_name():
     """Nobody who meets the name in a traceback or by search has to ask which of them it is."""
     where: dict[str, list[str]] = {}
     for path in FILES:
@@ -302,13 +302,13 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
 
 
-def test_what_another_module_imports_is_not_private() -> None:
+def test_what_another_module_imports_is_not_private():
     taken = {f"{base}.{name}" for path in FILES for base, name in read(path).taken}
     private = {each for each in taken - MODULES if each.rpartition(".")[2].startswith("_")}
     assert {each for each in private if each.startswith(ROOT)} == set()
 
 
-def test_what_another_module_imports_is_exported() -> None:
+def test_what_another_module_imports_is_exported():
     exported = {module_name(path): read(path).exported for path in FILES}
     missing = {
         f"{base}.{name}"
@@ -328,7 +328,7 @@ def _exported(tree: ast.Module) -> frozenset[str]:
     return frozenset()
 
 
-def test_the_dependencies_are_what_is_imported() -> None:
+def test_the_dependencies_are_what_is_imported():
     """Third-party modules in the source, against ``dependencies`` in pyproject.toml."""
     declared = _declared()
     imported = {i.module.split(".")[0] for p in FILES for i in read(p).imports} - {ROOT, ""}
@@ -405,21 +405,21 @@ def probe(modules: list[str], before: tuple[str, ...] = ()) -> dict[str, object]
     return result
 
 
-def test_importing_the_package_changes_nothing_and_loads_no_torch() -> None:
+def test_importing_the_package_changes_nothing_and_loads_no_torch():
     seen = probe([ROOT])
     assert seen["after"] == seen["before"]
     loaded = {str(name).split(".")[0] for name in seen["modules"]}  # type: ignore[attr-defined]
     assert loaded & {"torch", "numpy", "IPython", "ipywidgets", "msgspec"} == set()
 
 
-def test_what_only_some_trainings_use_is_not_loaded_with_the_accelerator() -> None:
+def test_what_only_some_trainings_use_is_not_loaded_with_the_accelerator():
     """A notebook's first cell imports it: torch's sharding and compiler alone take a second."""
     loaded = set(probe([f"{ROOT}.training.accelerator"])["modules"])  # type: ignore[call-overload]
     parts = ("checkpoint", "fsdp", "pipelining", "tensor")
     assert loaded & {"torch._dynamo", *(f"torch.distributed.{part}" for part in parts)} == set()
 
 
-def test_importing_every_module_starts_nothing() -> None:
+def test_importing_every_module_starts_nothing():
     modules = sorted(name for name in MODULES if layer_of(name) != "compat")
     heavy = ("torch", "numpy", "IPython", "ipywidgets", "safetensors.torch", "tqdm.auto")
     # Torch itself sets TORCHINDUCTOR_CACHE_DIR when this part of it is imported.

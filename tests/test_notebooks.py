@@ -25,7 +25,7 @@ COLAB = "https://colab.research.google.com/"
 
 
 @pytest.mark.timeout(240)
-def test_the_quickstart_trains_and_its_page_shows_the_run(tmp_path: Path) -> None:
+def test_the_quickstart_trains_and_its_page_shows_the_run(tmp_path):
     notebook = execute(NOTEBOOKS / "01_quickstart.ipynb")
     found = re.search(r"saw: ([\d.]+)%", last_text(notebook))
     assert found, last_text(notebook)
@@ -98,7 +98,7 @@ for GLUE in ("mrpc", "sst2"):
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_the_classifier_learns_without_the_hub_and_runs_with_it(tmp_path: Path) -> None:
+def test_the_classifier_learns_without_the_hub_and_runs_with_it(tmp_path):
     copytree(NOTEBOOKS / "data", tmp_path / "data")
     given = nbformat.read(NOTEBOOKS / "02_text_classification.ipynb", as_version=4)
     given.cells.append(nbformat.v4.new_code_cell(HUB))
@@ -149,7 +149,7 @@ def has_output(cell: nbformat.NotebookNode) -> bool:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", RESULTS)
-def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_reaches_what_it_promises(name, monkeypatch):
     monkeypatch.setattr("notebooks.execute.NotebookClient", Hasty)
     path = NOTEBOOKS / f"{name}.ipynb"
     notebook = execute(path)
@@ -164,7 +164,7 @@ def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_the_cells_of_a_session_go_on_where_those_before_stopped() -> None:
+def test_the_cells_of_a_session_go_on_where_those_before_stopped():
     notebook = execute(NOTEBOOKS / "05_sessions.ipynb")
     assert last_text(notebook) == "the session has ended\n"
     shown = str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
@@ -173,7 +173,7 @@ def test_the_cells_of_a_session_go_on_where_those_before_stopped() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_lesson_says_what_it_teaches_and_what_to_read_next(path: Path) -> None:
+def test_a_lesson_says_what_it_teaches_and_what_to_read_next(path):
     first, *_, last = nbformat.read(path, as_version=4).cells
     title, badge, teaches, needs, *_ = first.source.split("\n\n")
     assert title.startswith("# ")
@@ -185,7 +185,7 @@ def test_a_lesson_says_what_it_teaches_and_what_to_read_next(path: Path) -> None
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_cell_that_installs_is_the_same_everywhere(path: Path) -> None:
+def test_the_cell_that_installs_is_the_same_everywhere(path):
     assert _install_cell(path) == _install_cell(EXAMPLES[0])
 
 
@@ -194,9 +194,7 @@ def _install_cell(path: Path) -> str:
     return str(cells[0].source)
 
 
-def test_the_cell_that_installs_does_so_where_the_package_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cell_that_installs_does_so_where_the_package_is_missing(tmp_path, monkeypatch):
     tree = PACKAGE.parent
     if not (tree / ".git").exists():
         pytest.skip("no clone of the repository, which the cell would clone")
@@ -215,7 +213,7 @@ def test_the_cell_that_installs_does_so_where_the_package_is_missing(
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_stored_as_it_ran(path: Path) -> None:
+def test_an_example_is_stored_as_it_ran(path):
     cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert [o for cell in cells for o in cell.outputs if o.output_type == "error"] == []
@@ -225,7 +223,7 @@ def test_an_example_is_stored_as_it_ran(path: Path) -> None:
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="packages_distributions() of Python 3.10 misses some"
 )
-def test_binder_has_what_the_examples_import() -> None:
+def test_binder_has_what_the_examples_import():
     cells = [cell for path in EXAMPLES for cell in nbformat.read(path, as_version=4).cells]
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     # What stands further in is for those who ask for it, and have a network.

@@ -29,7 +29,7 @@ TREE = PACKAGE.parent
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], TREE)
     (built,) = folder.glob("*.whl")
@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(wheel, tmp_path_factory):
     """The interpreter of a clean environment that has the wheel."""
     if given := os.environ.get("WHEEL_PYTHON"):
         return Path(given).absolute()
@@ -61,7 +61,7 @@ def run(command: Sequence[str], folder: Path) -> str:
     return interpreters.run(command, _without_path(), folder=folder)
 
 
-def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         texts = {name: archive.read(name) for name in names}
@@ -74,7 +74,7 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_citation_names_the_version() -> None:
+def test_the_citation_names_the_version():
     citation = yaml.safe_load((TREE / "CITATION.cff").read_text())
     assert citation["version"] == version("notebook-accel")
 
@@ -89,7 +89,7 @@ COLAB = {
 }
 
 
-def test_the_bounds_admit_what_colab_runs(wheel: Path) -> None:
+def test_the_bounds_admit_what_colab_runs(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
         lines = archive.read(name).decode().splitlines()
@@ -113,7 +113,7 @@ assert not hasattr(accelerate, "_private")
 """
 
 
-def test_every_name_and_door_imports_from_the_wheel(python: Path, tmp_path: Path) -> None:
+def test_every_name_and_door_imports_from_the_wheel(python, tmp_path):
     trackers = [kind.module for kind in LOGGER_TYPE_TO_CLASS.values()]
     script = f"""
         for name in {list(public_names())}:
@@ -149,7 +149,7 @@ print("RESULT", list(run), "metrics", len(run.metrics))
 """
 
 
-def test_a_kernel_of_that_environment_launches(python: Path, tmp_path: Path) -> None:
+def test_a_kernel_of_that_environment_launches(python, tmp_path):
     text = execute(python, CELL, tmp_path)
     assert "RESULT" in text, text
     (line,) = [line for line in text.splitlines() if line.startswith("RESULT")]
@@ -198,7 +198,7 @@ except WorkerError as error:
 # Without the cache of `make check` mypy computes for a minute, and as long again for each busy
 # process beside it.
 @pytest.mark.timeout(300)
-def test_a_type_checker_knows_the_names(tmp_path: Path) -> None:
+def test_a_type_checker_knows_the_names(tmp_path):
     """Right use passes under --strict; a misspelt argument is found.
 
     Of the tree's files, which the wheel holds as they are, ``py.typed`` among them: what

@@ -57,5 +57,5 @@ print("all of it works")
 
 
 @pytest.mark.long
-def test_a_system_without_memfd_pidfd_and_seals() -> None:
+def test_a_system_without_memfd_pidfd_and_seals():
     assert run_script(ELSEWHERE).endswith("all of it works\n")

@@ -108,7 +108,7 @@ def _used(tree: ast.Module, ours: set[str]) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-def test_private_names_of_libraries_are_in_their_room_alone() -> None:
+def test_private_names_of_libraries_are_in_their_room_alone():
     found = {
         f"{path}:{line}: {name}"
         for path, tree in _trees().items()
@@ -118,7 +118,7 @@ def test_private_names_of_libraries_are_in_their_room_alone() -> None:
     assert found == set(), "give it a function in private/, and a check here"
 
 
-def test_every_name_has_a_check_and_they_are_few() -> None:
+def test_every_name_has_a_check_and_they_are_few():
     used = {
         name
         for path in ROOM.glob("of_*.py")
@@ -128,7 +128,7 @@ def test_every_name_has_a_check_and_they_are_few() -> None:
     assert len(used) <= MOST
 
 
-def test_no_class_of_ours_replaces_a_private_method_of_a_library() -> None:
+def test_no_class_of_ours_replaces_a_private_method_of_a_library():
     replaced = {
         f"{kind.__module__}.{kind.__name__}.{name}"
         for module in _modules_with_classes()
@@ -452,7 +452,7 @@ CHECKS: list[tuple[str, str, Callable[[], bool]]] = [
 @pytest.mark.parametrize(
     ("library", "name", "check"), CHECKS, ids=[f"{c[0]}.{c[1]}" for c in CHECKS]
 )
-def test_the_installed_release_has_it(library: str, name: str, check: Callable[[], bool]) -> None:
+def test_the_installed_release_has_it(library, name, check):
     """What is lost without it is said where private/ uses it."""
     if library != "python":
         module = pytest.importorskip(library, reason=f"{library} is not installed")

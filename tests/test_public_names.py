@@ -18,23 +18,23 @@ THEIRS = {name for name, module in NAMES.items() if ".compat." in module}
 MISSING = "no_such_name"
 
 
-def test_the_package_offers_exactly_the_listed_names() -> None:
+def test_the_package_offers_exactly_the_listed_names():
     assert sorted(vars(notebook_accel)["__all__"]) == sorted(NAMES)
     assert set(NAMES) <= set(dir(notebook_accel))
 
 
 @pytest.mark.parametrize("name", sorted(NAMES.keys() - THEIRS))
-def test_a_public_name_is_what_its_module_exports(name: str) -> None:
+def test_a_public_name_is_what_its_module_exports(name):
     module = importlib.import_module(NAMES[name])
     assert getattr(notebook_accel, name) is getattr(module, name)
 
 
-def test_a_name_of_accelerates_is_what_it_is_there() -> None:
+def test_a_name_of_accelerates_is_what_it_is_there():
     for name in THEIRS:
         assert getattr(notebook_accel, name) is getattr(accelerate, name)
 
 
-def test_the_stub_is_plain_reexports_of_one_name_each() -> None:
+def test_the_stub_is_plain_reexports_of_one_name_each():
     statements = ast.parse((PACKAGE / "__init__.pyi").read_text()).body
     imports = [one for one in statements if isinstance(one, ast.ImportFrom)]
     others = [ast.unparse(one) for one in statements if not isinstance(one, ast.ImportFrom)]
@@ -46,7 +46,7 @@ def test_the_stub_is_plain_reexports_of_one_name_each() -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_door_opens_to_what_says_what_it_does(door: str) -> None:
+def test_a_door_opens_to_what_says_what_it_does(door):
     module = importlib.import_module(door)
     names = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     assert names
@@ -58,7 +58,7 @@ def test_a_door_opens_to_what_says_what_it_does(door: str) -> None:
     assert says_nothing == []
 
 
-def test_a_door_has_our_names_and_asks_accelerate_for_the_rest() -> None:
+def test_a_door_has_our_names_and_asks_accelerate_for_the_rest():
     from notebook_accel.hooks import __all__ as names
 
     opened: dict[str, object] = {}
@@ -71,19 +71,19 @@ def test_a_door_has_our_names_and_asks_accelerate_for_the_rest() -> None:
     assert {*names} <= theirs
 
 
-def test_the_version_is_the_installed_one() -> None:
+def test_the_version_is_the_installed_one():
     own = Version(notebook_accel.__version__)
     assert own.local == f"notebook.accel.{version('notebook-accel')}"
     assert own.public == version("accelerate"), "the release whose interface the package has"
     assert own >= Version("0.16.0")
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=MISSING):
         getattr(notebook_accel, MISSING)
 
 
-def test_help_on_a_run_shows_what_the_documentation_names_alone() -> None:
+def test_help_on_a_run_shows_what_the_documentation_names_alone():
     documented = """
         results wait status stop kill set save pause go_on add_done_callback clone logs
         log_dir progress metrics to_pandas plot stacks show export rescued pids

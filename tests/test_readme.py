@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from importlib.metadata import metadata
-from pathlib import Path
 
 import pytest
 
@@ -27,8 +26,8 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.timeout(240)
 def test_python_blocks_run_in_a_new_kernel_and_the_cell_for_colab_installs_the_clone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     (cell,) = blocks("ipython")
     clone, install = cell.splitlines()
     folder = clone.split()[-1]
@@ -47,7 +46,7 @@ def test_python_blocks_run_in_a_new_kernel_and_the_cell_for_colab_installs_the_c
         assert "Would install notebook-accel" in notebook.run(install)
 
 
-def test_the_commands_of_shell_blocks_exist() -> None:
+def test_the_commands_of_shell_blocks_exist():
     makefile = (TREE / "Makefile").read_text(encoding="utf-8")
     commands = [
         shlex.split(line, comments=True) for one in blocks("sh") for line in one.split("\n")
@@ -58,7 +57,7 @@ def test_the_commands_of_shell_blocks_exist() -> None:
     assert {words[0] for words in commands if words} == {"make"}
 
 
-def test_each_extra_link_and_benchmark_that_is_named_exists() -> None:
+def test_each_extra_link_and_benchmark_that_is_named_exists():
     extras = re.findall(r"`([\w-]+)`", README.split("add an extra:")[1].split(". ")[0])
     assert {*extras} == {*metadata("notebook-accel").get_all("Provides-Extra", [])} - OUR_OWN
     scripts = re.findall(r"`(\w+\.py)[^`]*` \|$", README + FIGURES, flags=re.MULTILINE)
@@ -67,7 +66,7 @@ def test_each_extra_link_and_benchmark_that_is_named_exists() -> None:
     assert not [file for file in files if not (TREE / file).exists()]
 
 
-def test_each_file_that_contributing_names_exists() -> None:
+def test_each_file_that_contributing_names_exists():
     text = (TREE / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w./-]+)`", text) if re.search(r"\.\w+$|/$", name)}
     files = {name for name in named if "/" in name} - {"dist/"}
@@ -75,13 +74,13 @@ def test_each_file_that_contributing_names_exists() -> None:
     assert not [file for file in files if not ((PACKAGE / file).exists() or (TREE / file).exists())]
 
 
-def test_the_figures_of_the_readme_stand_in_the_full_table() -> None:
+def test_the_figures_of_the_readme_stand_in_the_full_table():
     figures = README.split("## Figures")[1].split("## ")[0]
     rows = re.findall(r"^\|.*\|$", figures, flags=re.MULTILINE)
     assert len(rows) > 2
     assert {*rows} <= {*FIGURES.splitlines()}
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 145
     assert len(README) <= 10_800

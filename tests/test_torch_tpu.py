@@ -42,14 +42,14 @@ def run(script: str) -> list[str]:
     return run_script(script, timeout=280).splitlines()
 
 
-def test_what_the_package_uses_is_there() -> None:
+def test_what_the_package_uses_is_there():
     assert run(NAMES) == ["True False", "False"]
 
 
-def test_the_error_without_a_tpu() -> None:
+def test_the_error_without_a_tpu():
     with pytest.raises(LaunchError, match=r"could not prepare 2 ranks: ValueError: .*TPU"):
         tpu.launch_variables(os.environ, 2)
 
 
-def test_ranks_train_on_the_cpu_where_there_is_no_tpu() -> None:
+def test_ranks_train_on_the_cpu_where_there_is_no_tpu():
     assert run(KERNEL)[-1] == "[('cpu', 2), ('cpu', 2)]"

@@ -28,7 +28,7 @@ V3, V5E = "0x0027", "0x0063"
 
 
 @pytest.fixture
-def chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def chips(tmp_path, monkeypatch):
     """The PCI bus: a folder of it, which tests fill."""
     monkeypatch.setattr(tpu, "_PCI", tmp_path)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
@@ -47,23 +47,23 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(tpu, "_version", versions.get)
 
 
-def test_a_chip_of_v3_has_two_devices(chips: Path) -> None:
+def test_a_chip_of_v3_has_two_devices(chips):
     put(chips, V3, V3, V3, V3)
     assert tpu.count_devices({}) == ("TPU", 8)
 
 
-def test_the_variable_decides(chips: Path) -> None:
+def test_the_variable_decides(chips):
     put(chips, V5E)
     assert tpu.count_devices({}) == ("TPU", 1)
     assert tpu.count_devices({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}) == ("CPU", 2)
 
 
-def test_a_machine_without_a_tpu(chips: Path) -> None:
+def test_a_machine_without_a_tpu(chips):
     put(chips, "0x1234")
     assert tpu.count_devices({}) == ("", 0)
 
 
-def test_a_pair_that_does_not_fit(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_that_does_not_fit(chips, monkeypatch):
     put(chips, V5E)
     install(monkeypatch, torch="2.13.0+cpu", torch_xla="2.9.0")
     found = tpu.library()
@@ -76,7 +76,7 @@ def test_a_pair_that_does_not_fit(chips: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (finding.level, finding.remedy) == (doctor.HURTS, found.problem)
 
 
-def test_one_that_fits_is_chosen(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fits_is_chosen(chips, monkeypatch):
     put(chips, V5E)
     install(monkeypatch, torch="2.9.1", torch_xla="2.9.0")
     assert type(engine_for(LaunchConfig())) is XlaEngine
@@ -88,7 +88,7 @@ def test_one_that_fits_is_chosen(chips: Path, monkeypatch: pytest.MonkeyPatch) -
     assert type(engine_for(LaunchConfig(devices="cpu"))) is LocalEngine
 
 
-def test_torch_tpu_needs_no_engine(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_tpu_needs_no_engine(chips, monkeypatch):
     put(chips, V5E)
     install(monkeypatch, torch="2.13.0", torch_tpu="0.2.0")
     assert type(engine_for(LaunchConfig())) is LocalEngine
@@ -96,16 +96,14 @@ def test_torch_tpu_needs_no_engine(chips: Path, monkeypatch: pytest.MonkeyPatch)
         notebook_launcher(print, engine="xla")
 
 
-def test_what_is_missing_is_named(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(chips, monkeypatch):
     put(chips, V5E)
     install(monkeypatch, torch="2.13.0")
     with pytest.raises(LaunchError, match=r"pip install 'notebook-accel\[tpu\]'"):
         notebook_launcher(print, engine="xla")
 
 
-def test_a_number_that_torch_xla_does_not_know(
-    chips: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_torch_xla_does_not_know(chips, monkeypatch):
     put(chips, *[V5E] * 8)
     install(monkeypatch, torch="2.9.0", torch_xla="2.9.0")
     with pytest.raises(ConfigError, match="1 rank or one for each of the 8 devices"):
@@ -115,7 +113,7 @@ def test_a_number_that_torch_xla_does_not_know(
         notebook_launcher(print, engine="xla")
 
 
-def test_the_form_says_where_xla_cannot_run(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_says_where_xla_cannot_run(chips, monkeypatch):
     put(chips, V5E)
     install(monkeypatch, torch="2.9.0")
     picker = config_picker({"engine": "xla"})
@@ -132,20 +130,20 @@ def test_the_form_says_where_xla_cannot_run(chips: Path, monkeypatch: pytest.Mon
     assert "found no TPU" in row._note.value
 
 
-def test_what_torch_tpu_says_without_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_tpu_says_without_a_tpu(monkeypatch):
     monkeypatch.setattr(tpu, "_ASK_TORCH_TPU", "raise ValueError('no TPU devices found')")
     with pytest.raises(LaunchError, match="2 ranks: ValueError: no TPU devices found"):
         tpu.launch_variables({}, 2)
 
 
-def test_torch_tpu_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_tpu_that_says_nothing(monkeypatch):
     monkeypatch.setattr(tpu, "_ASK_TORCH_TPU", "import time; time.sleep(600)")
     monkeypatch.setattr(tpu, "_ASK_SECONDS", 0.2)
     with pytest.raises(LaunchError, match=r"prepare 2 ranks: .*timed out"):
         tpu.launch_variables({}, 2)
 
 
-def test_what_torch_tpu_decides_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_tpu_decides_reaches_the_ranks(monkeypatch):
     told = "import json; print('noise'); print(json.dumps({'TORCH_TPU_TOPOLOGY': '2,2,1'}))"
     monkeypatch.setattr(tpu, "_ASK_TORCH_TPU", told)
     found = Devices(kind="tpu", names=("TPU v6e", "TPU v6e"))
@@ -178,7 +176,7 @@ print(os.getpid(), template().pid, "torch_tpu" in sys.modules)
 """
 
 
-def test_neither_kernel_nor_template_loads_torch_tpu(tmp_path: Path) -> None:
+def test_neither_kernel_nor_template_loads_torch_tpu(tmp_path):
     (tmp_path / "torch_tpu.py").write_text(STAND_IN)
     about = tmp_path / "torch_tpu-0.2.0.dist-info"
     about.mkdir()

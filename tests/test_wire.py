@@ -56,7 +56,7 @@ def _full(kind: type[wire.Message]) -> wire.Message:
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-def test_a_message_survives(kind: type[wire.Message]) -> None:
+def test_a_message_survives(kind):
     message = _full(kind)
     decoded = decode(encode(message))
     assert type(decoded) is kind
@@ -65,7 +65,7 @@ def test_a_message_survives(kind: type[wire.Message]) -> None:
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-def test_a_field_of_another_type_is_an_error(kind: type[wire.Message]) -> None:
+def test_a_field_of_another_type_is_an_error(kind):
     raw = msgspec.msgpack.decode(encode(_full(kind)))
     for name in kind.__struct_fields__:
         broken = msgspec.msgpack.encode({**raw, name: [{"no": "such thing"}, None]})
@@ -73,14 +73,14 @@ def test_a_field_of_another_type_is_an_error(kind: type[wire.Message]) -> None:
             decode(broken)
 
 
-def test_numbers_that_json_does_not_have() -> None:
+def test_numbers_that_json_does_not_have():
     values = {"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "whole": 3}
     decoded = decode(encode(wire.Metric(values=values)))
     assert isinstance(decoded, wire.Metric)
     assert repr(decoded.values) == "{'nan': nan, 'inf': inf, 'minus': -inf, 'whole': 3.0}"
 
 
-def test_half_characters_for_a_person_are_spelled() -> None:
+def test_half_characters_for_a_person_are_spelled():
     raised = wire.Raised(kind="exception", type_name="E", text="\ud800 fü", traceback="")
     assert decode(encode(raised)).text == "\\ud800 fü"  # type: ignore[attr-defined]
 
@@ -103,6 +103,6 @@ def test_half_characters_for_a_person_are_spelled() -> None:
     # A message has its time in it: each of several test processes would name it otherwise.
     ids=range(11),
 )
-def test_what_is_no_message(data: bytes) -> None:
+def test_what_is_no_message(data):
     with pytest.raises(msgspec.MsgspecError):
         decode(data)

@@ -233,14 +233,12 @@ TEN_THOUSAND = [range(first, first + 1_000) for first in range(1_000, 11_000, 1_
     ],
     ids=lambda seeds: str(seeds.start),
 )
-def test_ranks_act_alike_in_any_order_of_events(
-    seeds: range, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_act_alike_in_any_order_of_events(seeds, monkeypatch):
     for seed in seeds:
         check(run_world(seed, monkeypatch))
 
 
-def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop() -> None:
+def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop():
     board = Scoreboard(1, has_others=True)
     board.row(0).call_over = 1
     posted: list[tuple[str, int]] = []
@@ -252,6 +250,6 @@ def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop() -> 
     assert posted == [("ActionDone", 1), ("PointReached", 1), ("PointReached", scoreboard.STOP)]
 
 
-def test_where_one_rank_reads_should_stop_all_leave_at_a_read() -> None:
+def test_where_one_rank_reads_should_stop_all_leave_at_a_read():
     answers = [wire.Passed(batches=3), wire.Passed(reads=1, reads_should_stop=True)]
     assert scoreboard.leave_after(answers) == wire.Point(reads=2)

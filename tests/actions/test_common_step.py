@@ -97,8 +97,8 @@ CASES = [
 
 @pytest.mark.parametrize(("engine", "num_ranks", "fsdp", "num_actions"), CASES)
 def test_all_ranks_do_random_actions_at_the_same_steps(
-    engine: str, num_ranks: int, fsdp: bool, num_actions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, num_ranks, fsdp, num_actions, monkeypatch
+):
     monkeypatch.setitem(ENGINES, joined.NAME, joined.KIND)
     chance = random.Random(num_actions)
     run = start(train, 100_000, ranks=num_ranks, engine=engine, kwargs={"fsdp": fsdp})
@@ -130,7 +130,7 @@ def test_all_ranks_do_random_actions_at_the_same_steps(
 
 
 @pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp: bool) -> None:
+def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp):
     twin = start(train, 120, kwargs={"fsdp": fsdp, "is_slow": False})
     run = start(train, 120, kwargs={"fsdp": fsdp}, timeout=SOON)
     trains(run)
@@ -143,7 +143,7 @@ def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp: bool) -> None
     assert all(same(one["weights"], other["weights"]) for one, other in zip(run, twin, strict=True))
 
 
-def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop() -> None:
+def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop():
     run = start(train, 100_000)
     trains(run)
     for value in ("fast", True, 2.0, float("nan")):
@@ -194,7 +194,7 @@ def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_training_go
     assert run.results == [0.25, 0.25]
 
 
-def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch):
     monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
 
     def sleeps() -> float:
@@ -211,7 +211,7 @@ def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch: pytest.Mon
     assert run.results == [0.5, 0.5]
 
 
-def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path: Path) -> None:
+def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path):
     def waits(path: Path) -> float:
         from notebook_accel import Accelerator
 
@@ -237,13 +237,13 @@ def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path: Path) -> N
     assert "5 is not between -inf and 1; it stays 0.1" in " ".join(run.state.notices)
 
 
-def test_a_range_of_fractions_needs_a_default_that_is_one() -> None:
+def test_a_range_of_fractions_needs_a_default_that_is_one():
     with pytest.raises(ConfigError, match=r"0\.5 is not; take 0\.0"):
         Accelerator(cpu=True).knob("drop", 0, low=0, high=0.5)
     assert Accelerator(cpu=True).knob("steps", 100, low=1, high=1e4).value == 100
 
 
-def test_a_function_without_loaders_acts_where_it_asks() -> None:
+def test_a_function_without_loaders_acts_where_it_asks():
     def loop() -> tuple[float, int]:
         from notebook_accel import Accelerator
 

@@ -28,13 +28,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
-def in_notebook(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def in_notebook(tmp_path_factory):
     """The losses of the script's function on two ranks of notebook_launcher."""
     file = tmp_path_factory.mktemp("notebook") / "training_of_a_notebook.py"
     file.write_text(SCRIPT)
@@ -63,7 +63,7 @@ def accelerate_yaml(folder: Path, **changed: object) -> str:
     return "theirs.yaml"
 
 
-def test_a_script_trains_as_in_a_notebook(folder: Path, in_notebook: list[float]) -> None:
+def test_a_script_trains_as_in_a_notebook(folder, in_notebook):
     saved = notebook_accel("config", "default", folder=folder)
     assert saved.returncode == 0, saved.stderr
     done = notebook_accel("launch", "--num_processes", "2", "train.py", folder=folder)
@@ -72,14 +72,14 @@ def test_a_script_trains_as_in_a_notebook(folder: Path, in_notebook: list[float]
 
 
 @pytest.mark.long
-def test_a_file_of_accelerate_config_is_obeyed(folder: Path, in_notebook: list[float]) -> None:
+def test_a_file_of_accelerate_config_is_obeyed(folder, in_notebook):
     file = accelerate_yaml(folder, num_processes=2, distributed_type="MULTI_CPU")
     done = notebook_accel("launch", "--config_file", file, "train.py", folder=folder)
     assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
 
 
 @pytest.mark.long
-def test_fsdp_trains_from_a_file_alone(folder: Path, in_notebook: list[float]) -> None:
+def test_fsdp_trains_from_a_file_alone(folder, in_notebook):
     section = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}
     file = accelerate_yaml(folder, num_processes=2, distributed_type="FSDP", fsdp_config=section)
     said, found = losses(notebook_accel("launch", "--config_file", file, "train.py", folder=folder))
@@ -87,7 +87,7 @@ def test_fsdp_trains_from_a_file_alone(folder: Path, in_notebook: list[float]) -
     assert found == pytest.approx(in_notebook, abs=1e-5)
 
 
-def test_deepspeed_trains_from_a_file_alone(folder: Path, in_notebook: list[float]) -> None:
+def test_deepspeed_trains_from_a_file_alone(folder, in_notebook):
     """Run by: make test-deepspeed."""
     pytest.importorskip("deepspeed")
     section = {"zero_stage": 2, "offload_optimizer_device": "none", "gradient_clipping": 1000.0}
@@ -102,7 +102,7 @@ def test_deepspeed_trains_from_a_file_alone(folder: Path, in_notebook: list[floa
 
 
 @pytest.mark.long
-def test_a_script_obeys_other_launchers(folder: Path, in_notebook: list[float]) -> None:
+def test_a_script_obeys_other_launchers(folder, in_notebook):
     theirs = ("-m", "accelerate.commands.launch", "--num_processes=2", "--main_process_port=0")
     options = ("--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=NO_WRAP")
     done = run(*theirs, *options, "--mixed_precision=bf16", "train.py", folder=folder)
@@ -114,7 +114,7 @@ def test_a_script_obeys_other_launchers(folder: Path, in_notebook: list[float]) 
 
 
 @pytest.mark.long
-def test_a_module_a_program_and_a_seed(folder: Path) -> None:
+def test_a_module_a_program_and_a_seed(folder):
     (folder / "tool.py").write_text(
         "import os, random, sys\n"
         "import torch\n"
@@ -137,7 +137,7 @@ def test_a_module_a_program_and_a_seed(folder: Path) -> None:
     assert (folder / "3-1").exists()
 
 
-def test_a_rank_that_fails_is_named(folder: Path) -> None:
+def test_a_rank_that_fails_is_named(folder):
     (folder / "fails.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(100)\n"
     )
@@ -146,7 +146,7 @@ def test_a_rank_that_fails_is_named(folder: Path) -> None:
     assert done.stderr.splitlines()[-1] == "notebook-accel: rank 1 failed (exit code 7)"
 
 
-def test_nothing_is_left_of_a_launch_that_is_killed(folder: Path) -> None:
+def test_nothing_is_left_of_a_launch_that_is_killed(folder):
     (folder / "sleeps.py").write_text(
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -176,7 +176,7 @@ SLURM_NODEID=0 "$@" && wait $!
 
 
 @pytest.mark.long
-def test_the_docs_job_trains_on_several_machines(folder: Path, in_notebook: list[float]) -> None:
+def test_the_docs_job_trains_on_several_machines(folder, in_notebook):
     command = f'#!/bin/bash\nexec {sys.executable} -m notebook_accel "$@"\n'
     for name, script in {"srun": SRUN, "notebook-accel": command}.items():
         (folder / name).write_text(script)
@@ -201,9 +201,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_bad_input_is_one_line_and_status_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line_and_status_2(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     (folder / "broken.yaml").write_text("num_processes: [2\n")
@@ -239,7 +237,7 @@ def test_bad_input_is_one_line_and_status_2(
 # ---- options -------------------------------------------------------------------------------
 
 
-def test_each_setting_is_an_option() -> None:
+def test_each_setting_is_an_option():
     known = launch_parser()._option_string_actions
     rows = [name for name in settings_of(LaunchConfig) if name not in PLUGINS]
     options = [name for plugin in PLUGINS.values() for name in plugin.options]
@@ -251,7 +249,7 @@ def test_each_setting_is_an_option() -> None:
 _ABSENT = ("megatron_lm_", "tpu_cluster", "tpu_use", "aws", "vm", "help", "config_sp_")
 
 
-def test_accelerates_options_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_accelerates_options_are_understood(capsys):
     from accelerate.commands.launch import launch_command_parser
 
     known = launch_parser()._option_string_actions
@@ -275,7 +273,7 @@ def test_accelerates_options_are_understood(capsys: pytest.CaptureFixture[str]) 
     assert notices == ["fp8_margin='1', fp8_use_autocast_during_eval=True: not used here"]
 
 
-def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_become_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     line = """--multi_gpu --num_machines 1 --num-processes 4 --gpu_ids all --mixed_precision BF16
         --gradient_accumulation_steps=2 --use_fsdp --fsdp_version 1 --fsdp_sharding_strategy 2
@@ -303,9 +301,7 @@ def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_an_option_goes_before_the_file_and_the_file_before_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_option_goes_before_the_file_and_the_file_before_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
     monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "7")
@@ -324,8 +320,8 @@ def test_an_option_goes_before_the_file_and_the_file_before_the_environment(
 
 @pytest.mark.parametrize("of_torchrun", [None, 29500])
 def test_the_typed_port_or_a_free_one_is_taken_whatever_torchruns_default_is(
-    of_torchrun: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    of_torchrun, monkeypatch, tmp_path
+):
     from torch.distributed import run
 
     from notebook_accel.cli import launch

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 CHECKS = ("ranks", "collectives", "data", "training", "checkpoint")
 
 
-def test_the_sanity_training_has_a_verdict_a_check(tmp_path: Path) -> None:
+def test_the_sanity_training_has_a_verdict_a_check(tmp_path):
     options = ("--num_processes=2", "--use_fsdp", "--fsdp_version=2")
     done = notebook_accel("test", *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,7 +30,7 @@ def test_the_sanity_training_has_a_verdict_a_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_sanity_training_by_an_engine(tmp_path: Path) -> None:
+def test_the_sanity_training_by_an_engine(tmp_path):
     options = ("--engine=local", "--num_processes=2", "--mixed_precision=bf16")
     done = notebook_accel("test", *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,17 +38,13 @@ def test_the_sanity_training_by_an_engine(tmp_path: Path) -> None:
     assert "precision bf16" in done.stdout
 
 
-def test_a_check_that_fails_fails_the_test(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_that_fails_fails_the_test(monkeypatch, capsys):
     monkeypatch.setattr(sanity, "_CHECKS", {"data": lambda _: (False, "none came")})
     assert not sanity.check_training()
     assert capsys.readouterr().out == "✗ data: none came (wrong on the ranks 0)\n"
 
 
-def test_env_and_doctor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_and_doctor(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     file = tmp_path / "notebook-accel" / "config.yaml"
     file.parent.mkdir()
@@ -69,7 +64,7 @@ def test_env_and_doctor(
     assert "✗ settings" in capsys.readouterr().out
 
 
-def test_weights_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_merged(tmp_path, capsys):
     from torch.distributed import checkpoint
 
     weights = {"weight": torch.arange(6.0), "bias": torch.ones(2)}
@@ -86,9 +81,7 @@ def test_weights_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.long
-def test_estimates_are_accelerates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_estimates_are_accelerates(tmp_path, monkeypatch, capsys):
     done = notebook_accel("estimate-memory", "--help", folder=tmp_path)
     assert "--library_name" in done.stdout
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -96,7 +89,7 @@ def test_estimates_are_accelerates(
     assert "pip install 'notebook-accel[accelerate]'" in capsys.readouterr().err
 
 
-def test_join_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_join_needs_a_token(capsys):
     assert main(["join", "10.0.0.1:3000"]) == 2
     assert "a token is needed" in capsys.readouterr().err
 
@@ -110,7 +103,7 @@ def test_join_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
         ("localhost", "localhost"),
     ],
 )
-def test_a_step_of_slurm(nodes: str, first: str) -> None:
+def test_a_step_of_slurm(nodes, first):
     step = {
         "SLURM_STEP_NUM_NODES": "3",
         "SLURM_STEP_NUM_TASKS": "3",
@@ -139,7 +132,7 @@ def test_a_step_of_slurm(nodes: str, first: str) -> None:
         ("join $(printf 'a%.0s' $(seq 100000)):80", "expected HOST:PORT"),
     ],
 )
-def test_no_command_ends_with_a_traceback(line: str, said: str, tmp_path: Path) -> None:
+def test_no_command_ends_with_a_traceback(line, said, tmp_path):
     (tmp_path / "file").touch()
     odd = {
         "HOME": str(tmp_path / "file"),

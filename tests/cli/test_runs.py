@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)
-def _no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_runs(tmp_path, monkeypatch):
     """As in the process of a command: no run is its own, and here none is on disk."""
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     monkeypatch.setattr(run_list, "_known", [])
@@ -46,7 +45,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_of_a_live_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_live_kernel(capsys):
     with open_kernel() as kernel:
         reply = kernel.run(CELL, timeout=200)
         run_id = find_id(reply.text)
@@ -90,7 +89,7 @@ def find_id(text: str) -> str:
     return next(word for word in text.split() if word[:2] == "20" and word.count("-") == 2)
 
 
-def test_what_no_run_is_called_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_run_is_called_is_refused(capsys):
     assert main(["logs"]) == 2
     assert "there is no run" in capsys.readouterr().err
     run = notebook_launcher(lambda: print("here"), engine="inline", view="none")

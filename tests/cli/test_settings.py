@@ -2,7 +2,6 @@
 
 import builtins
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from notebook_accel.config import LaunchConfig
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     """The default config file, which is not there yet."""
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
@@ -32,9 +31,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
     return asked
 
 
-def test_default_asks_nothing_and_keeps_a_file(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_default_asks_nothing_and_keeps_a_file(file, capsys):
     assert main(["config", "default", "--mixed_precision", "BF16"]) == 0
     assert LaunchConfig.load(file) == LaunchConfig(mixed_precision="bf16")
     assert main(["config", "default"]) == 0
@@ -42,9 +39,7 @@ def test_default_asks_nothing_and_keeps_a_file(
     assert LaunchConfig.load(file).mixed_precision == "bf16"
 
 
-def test_questions_are_the_rows_and_answers_are_checked(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_are_the_rows_and_answers_are_checked(file, monkeypatch, capsys):
     answers = ("two", "2", "cpu", "bf16", "", "4", "", "magic", "fsdp", "2", "SHARD_GRAD_OP")
     asked = answer(monkeypatch, *answers)
     assert main(["config"]) == 0
@@ -66,9 +61,7 @@ def test_questions_are_the_rows_and_answers_are_checked(
     assert asked[0].endswith("[2] ")
 
 
-def test_a_file_of_accelerate_is_converted(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_accelerate_is_converted(file, tmp_path, capsys):
     theirs = tmp_path / "huggingface" / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir(parents=True)
     theirs.write_text(
@@ -84,7 +77,7 @@ def test_a_file_of_accelerate_is_converted(
     assert main(["config", "convert", str(tmp_path / "no.yaml")]) == 2
 
 
-def test_nobody_answers(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(file, monkeypatch):
     def read(_: str) -> str:
         raise EOFError
 

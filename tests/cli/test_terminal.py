@@ -24,7 +24,7 @@ def tail(write: Callable[[str], int]) -> None:
     write("[rank 0] without an end")
 
 
-def test_plain_lines_have_whole_bars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_have_whole_bars_alone(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     with ranks_in_terminal():
@@ -40,7 +40,7 @@ def test_plain_lines_have_whole_bars_alone(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_what_is_printed_behind_a_standing_bar_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_printed_behind_a_standing_bar_is_a_line(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     bar = "ep:  50%|##  | 1/2 [00:01<00:01, 1.0it/s, at=[1, 2]]"
@@ -62,7 +62,7 @@ def test_what_is_printed_behind_a_standing_bar_is_a_line(monkeypatch: pytest.Mon
     ]
 
 
-def test_a_terminal_shows_the_bar_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_bar_of_each_rank(monkeypatch):
     pytest.importorskip("rich")
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")

@@ -78,7 +78,7 @@ class EngineContract:
     # ---- the fixture -----------------------------------------------------------------------
 
     @pytest.fixture(autouse=True)
-    def _leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def _leaves_nothing(self, tmp_path, monkeypatch):
         monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
         yield
         try:
@@ -115,7 +115,7 @@ class EngineContract:
 
     # ---- results ---------------------------------------------------------------------------
 
-    def test_results_come_back_in_the_order_of_ranks(self) -> None:
+    def test_results_come_back_in_the_order_of_ranks(self):
         def train(a: int, b: int = 0) -> tuple[str, str, int]:
             return str(current().rank), os.environ["WORLD_SIZE"], a + b
 
@@ -125,7 +125,7 @@ class EngineContract:
         assert run.status == "succeeded"
         assert run in runs()
 
-    def test_results_of_any_size(self) -> None:
+    def test_results_of_any_size(self):
         import torch
 
         def train() -> torch.Tensor:
@@ -137,7 +137,7 @@ class EngineContract:
         assert float(run[0][0]) == 1.0
 
     @pytest.mark.timeout(300)
-    def test_a_gigabyte_each_way(self) -> None:
+    def test_a_gigabyte_each_way(self):
         """More than a frame may have, to every rank, and back from the last one."""
         import torch
 
@@ -155,7 +155,7 @@ class EngineContract:
         assert (float(run[1][0]), float(run[1][-1])) == (3.0, 4.0)
         assert run[1].nbytes == 1 << 30
 
-    def test_a_result_that_cannot_travel_fails_that_call_alone(self) -> None:
+    def test_a_result_that_cannot_travel_fails_that_call_alone(self):
         def train() -> Any:
             return (number for number in [1])
 
@@ -163,7 +163,7 @@ class EngineContract:
             self.launch(train)
         assert self.launch(lambda: 1).results == [1] * self.world_size
 
-    def test_a_world_of_one_and_exit_zero_is_success(self) -> None:
+    def test_a_world_of_one_and_exit_zero_is_success(self):
         def train() -> None:
             sys.exit(0)
 
@@ -171,7 +171,7 @@ class EngineContract:
         assert run.results == [None]
         assert run.status == "succeeded"
 
-    def test_ranks_draw_what_the_notebook_would(self) -> None:
+    def test_ranks_draw_what_the_notebook_would(self):
         import random
 
         import numpy as np
@@ -185,7 +185,7 @@ class EngineContract:
 
     # ---- environment -----------------------------------------------------------------------
 
-    def test_the_notebooks_surroundings(self, tmp_path: Path, monkeypatch: Any) -> None:
+    def test_the_notebooks_surroundings(self, tmp_path, monkeypatch):
         (tmp_path / "beside_the_notebook.py").write_text("value = 41\n")
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -211,7 +211,7 @@ class EngineContract:
         (tmp_path / "beside_the_notebook.py").write_text("value = 4242\n")
         assert self.launch(train)[0][0] == 4242
 
-    def test_the_port_is_held_and_usable(self) -> None:
+    def test_the_port_is_held_and_usable(self):
         def train() -> float:
             import torch
             import torch.distributed as dist
@@ -229,7 +229,7 @@ class EngineContract:
 
     # ---- output ----------------------------------------------------------------------------
 
-    def test_output_is_whole_and_in_order(self) -> None:
+    def test_output_is_whole_and_in_order(self):
         def train() -> None:
             import subprocess
 
@@ -251,7 +251,7 @@ class EngineContract:
         assert f"[rank {self.world_size - 1}] child" in run.logs()
         assert run.log_dir.is_dir()
 
-    def test_a_flood_of_lines_is_whole(self) -> None:
+    def test_a_flood_of_lines_is_whole(self):
         num_lines = 100_000
 
         def train() -> None:
@@ -263,7 +263,7 @@ class EngineContract:
         for rank in range(self.world_size):
             assert run.logs(rank).splitlines() == expected
 
-    def test_bars_and_metrics_become_live_state(self) -> None:
+    def test_bars_and_metrics_become_live_state(self):
         def train() -> None:
             from tqdm import tqdm
             from tqdm.auto import trange
@@ -296,7 +296,7 @@ class EngineContract:
 
     # ---- failures --------------------------------------------------------------------------
 
-    def test_one_rank_raises(self) -> None:
+    def test_one_rank_raises(self):
         def train(marker: str) -> None:
             _join_group()
             if _is_last():
@@ -316,7 +316,7 @@ class EngineContract:
         assert run.status == "failed"
         assert run.results == [None] * self.world_size
 
-    def test_a_rank_that_waits_for_one_that_has_returned(self) -> None:
+    def test_a_rank_that_waits_for_one_that_has_returned(self):
         def train(marker: str) -> None:
             import torch.distributed as dist
 
@@ -345,7 +345,7 @@ class EngineContract:
             ("sys.exit(256)", 1, None),
         ],
     )
-    def test_a_rank_dies(self, how: str, exitcode: int | None, name: str | None) -> None:
+    def test_a_rank_dies(self, how, exitcode, name):
         def train(marker: str, how: str) -> None:
             _join_group()
             if _is_last():
@@ -364,7 +364,7 @@ class EngineContract:
         assert has_place == (name == "SIGSEGV")
         assert seconds < SOON
 
-    def test_a_rank_speaks_for_itself_alone(self) -> None:
+    def test_a_rank_speaks_for_itself_alone(self):
         def train() -> str:
             from notebook_accel import wire
             from notebook_accel.rank import this_rank
@@ -384,7 +384,7 @@ class EngineContract:
         assert [row["rank"] for row in run.metrics] == [1]
 
     @pytest.mark.parametrize("how", ["closes", "writes", "closes and goes on"])
-    def test_a_rank_that_breaks_its_connection(self, how: str) -> None:
+    def test_a_rank_that_breaks_its_connection(self, how):
         def train(how: str) -> int:
             import socket
 
@@ -405,7 +405,7 @@ class EngineContract:
         assert caught.value.ranks == [0]
 
     @pytest.mark.parametrize("how", ["returns", "raises"])
-    def test_a_forked_child_that_comes_back_is_no_rank(self, how: str) -> None:
+    def test_a_forked_child_that_comes_back_is_no_rank(self, how):
         def train(how: str) -> int:
             child = os.fork()
             if child:
@@ -418,7 +418,7 @@ class EngineContract:
         assert run.results == [how == "raises"] * self.world_size
         assert run.logs(0).count("ValueError: in the child") == (how == "raises")
 
-    def test_what_is_left_to_do_after_the_return_is_bounded(self, tmp_path: Path) -> None:
+    def test_what_is_left_to_do_after_the_return_is_bounded(self, tmp_path):
         def train(folder: str) -> float:
             import atexit
             import multiprocessing
@@ -451,7 +451,7 @@ class EngineContract:
         left = sorted(path.name for path in tmp_path.glob("*-*"))
         assert left == ["nobody-gave-up", "tidied-0", "tidied-1", "tidied-2"]
 
-    def test_an_exception_that_cannot_be_pickled(self) -> None:
+    def test_an_exception_that_cannot_be_pickled(self):
         def train(marker: str) -> None:
             class Odd(Exception):
                 def __init__(self, handle: Any) -> None:
@@ -466,7 +466,7 @@ class EngineContract:
         assert error.rank == 0
         assert seconds < SOON
 
-    def test_a_killed_rank_takes_its_loader_workers_and_daemons_along(self) -> None:
+    def test_a_killed_rank_takes_its_loader_workers_and_daemons_along(self):
         def train(marker: str) -> None:
             import subprocess
 
@@ -484,7 +484,7 @@ class EngineContract:
         assert (error.rank, error.signal) == (self.world_size - 1, "SIGKILL")
         assert seconds < SOON
 
-    def test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own(self) -> None:
+    def test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own(self):
         def train(folder: str) -> bool:
             import subprocess
 
@@ -520,7 +520,7 @@ class EngineContract:
         daemons = [int(pid) for pid in _words(folder / "daemon")]
         eventually(lambda: gone(daemons), within=CLEAN, what="its daemons are gone")
 
-    def test_a_dead_agent(self) -> None:
+    def test_a_dead_agent(self):
         above = self.agent_above
 
         def train(marker: str) -> None:
@@ -538,7 +538,7 @@ class EngineContract:
         assert "SIGKILL" in str(error)
         assert seconds < SOON
 
-    def test_an_agent_that_fails_tells_its_own_error(self, monkeypatch: Any) -> None:
+    def test_an_agent_that_fails_tells_its_own_error(self, monkeypatch):
         def launch_without_ranks(
             self: RankPool, message: wire.Message, *how: Any, **to: Any
         ) -> None:
@@ -556,7 +556,7 @@ class EngineContract:
         assert "Traceback" in caught.value.traceback
         assert "out of memory" not in str(caught.value)
 
-    def test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one(self) -> None:
+    def test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one(self):
         def train(path: str) -> int:
             while not Path(path).exists():
                 time.sleep(0.01)
@@ -584,7 +584,7 @@ class EngineContract:
         )
         return run
 
-    def test_should_stop_is_true_at_the_same_step(self) -> None:
+    def test_should_stop_is_true_at_the_same_step(self):
         def train() -> int:
             from notebook_accel.rank import this_rank
 
@@ -603,7 +603,7 @@ class EngineContract:
         assert steps[0] > 0
         assert run.status == "stopped"
 
-    def test_a_function_that_never_asks_leaves_at_the_same_batch(self) -> None:
+    def test_a_function_that_never_asks_leaves_at_the_same_batch(self):
         def train(folder: str) -> None:
             from notebook_accel.rank import this_rank
 
@@ -627,7 +627,7 @@ class EngineContract:
         assert len(steps) == 1
         assert run.status == "stopped"
 
-    def test_stop_interrupts_what_makes_no_progress(self) -> None:
+    def test_stop_interrupts_what_makes_no_progress(self):
         def train() -> None:
             time.sleep(600)
 
@@ -636,7 +636,7 @@ class EngineContract:
         with pytest.raises(RunStopped):
             run.wait(BUSY)
 
-    def test_the_time_out_ends_the_run(self) -> None:
+    def test_the_time_out_ends_the_run(self):
         def train() -> None:
             if _is_last():
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -646,7 +646,7 @@ class EngineContract:
             self.launch(train, timeout=0.5, grace=0.3)
         assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
 
-    def test_waiting_with_a_time_out_leaves_the_run_alone(self, tmp_path: Path) -> None:
+    def test_waiting_with_a_time_out_leaves_the_run_alone(self, tmp_path):
         def train(go: Path) -> int:
             while not go.exists():
                 time.sleep(0.01)
@@ -662,7 +662,7 @@ class EngineContract:
         assert run[0] == 3
         assert view.calls == ["poll", "stop_waiting", "poll", "stop_waiting", "print_end"]
 
-    def test_an_interrupt_reaches_handlers_and_the_cell_ends_with_the_ranks(self) -> None:
+    def test_an_interrupt_reaches_handlers_and_the_cell_ends_with_the_ranks(self):
         def train(marker: str) -> None:
             try:
                 # The log that is read is that of rank 0, so its function has to have begun.
@@ -690,7 +690,7 @@ class EngineContract:
             ("native code with the GIL", 1, 0.3),
         ],
     )
-    def test_interrupts_end_anything(self, stubborn: str, times: int, grace: float) -> None:
+    def test_interrupts_end_anything(self, stubborn, times, grace):
         def train(marker: str, stubborn: str) -> None:
             Path(marker).touch()
             if stubborn == "native code with the GIL":
@@ -709,7 +709,7 @@ class EngineContract:
         assert time.monotonic() - began < 3 * BUSY
 
     @pytest.mark.parametrize("ends", [KeyboardInterrupt, TimeoutError])
-    def test_ranks_end_whose_agent_is_frozen(self, ends: Any, monkeypatch: Any) -> None:
+    def test_ranks_end_whose_agent_is_frozen(self, ends, monkeypatch):
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
         monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
         above = self.agent_above
@@ -728,7 +728,7 @@ class EngineContract:
             self.launch(train, str(marker), grace=0.3, timeout=None if is_pressed else 1.0)
         assert time.monotonic() - began < 3 * BUSY
 
-    def test_a_frozen_agent_is_told_and_the_run_goes_on_with_it(self, monkeypatch: Any) -> None:
+    def test_a_frozen_agent_is_told_and_the_run_goes_on_with_it(self, monkeypatch):
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
         monkeypatch.setattr(pool, "_TELL_SILENCE_SECONDS", 3.0)
 
@@ -748,7 +748,7 @@ class EngineContract:
 
     # ---- looking at it ---------------------------------------------------------------------
 
-    def test_stacks_of_a_rank_that_holds_the_gil(self, tmp_path: Path) -> None:
+    def test_stacks_of_a_rank_that_holds_the_gil(self, tmp_path):
         def train(folder: Path) -> None:
             (folder / str(current().rank)).touch()
             _hold_the_gil()
@@ -773,7 +773,7 @@ class EngineContract:
         with pytest.raises(RunStopped):
             run.wait(BUSY)
 
-    def test_stacks_of_ranks_that_have_only_just_been_forked(self) -> None:
+    def test_stacks_of_ranks_that_have_only_just_been_forked(self):
         def train() -> None:
             time.sleep(60)
 
@@ -788,7 +788,7 @@ class EngineContract:
         finally:
             run.kill()
 
-    def test_a_launch_from_a_thread_that_ends(self) -> None:
+    def test_a_launch_from_a_thread_that_ends(self):
         def train() -> int:
             time.sleep(0.3)
             return 1
@@ -799,7 +799,7 @@ class EngineContract:
         thread.join()
         assert made[0].results == [1] * self.world_size
 
-    def test_runs_beside_each_other(self) -> None:
+    def test_runs_beside_each_other(self):
         def train(number: int) -> int:
             _meet()
             return number
@@ -810,15 +810,13 @@ class EngineContract:
     # ---- sessions --------------------------------------------------------------------------
 
     @pytest.fixture
-    def session(self) -> Iterator[Session]:
+    def session(self):
         session = Session(LaunchRequest(config=self.config()))
         yield session
         session.close()
         assert session.status == "ended"
 
-    def test_two_calls_in_the_same_ranks(
-        self, session: Session, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_two_calls_in_the_same_ranks(self, session, monkeypatch):
         def first(start: int) -> tuple[int, int]:
             import __main__
             from notebook_accel import Accelerator
@@ -859,9 +857,7 @@ class EngineContract:
             f"[rank {rank}] second\n" for rank in range(size)
         )
 
-    def test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one(
-        self, session: Session
-    ) -> None:
+    def test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one(self, session):
         def meet(what: str) -> int:
             import torch
 
@@ -887,9 +883,7 @@ class EngineContract:
     @pytest.mark.parametrize(
         "where", ["in Python", "in a collective", "in collectives, for ever", "in another thread"]
     )
-    def test_a_call_that_is_interrupted_is_followed_by_a_good_one(
-        self, session: Session, where: str, tmp_path: Path
-    ) -> None:
+    def test_a_call_that_is_interrupted_is_followed_by_a_good_one(self, session, where, tmp_path):
         def meet(where: str, folder: str) -> int:
             import torch
 
@@ -927,7 +921,7 @@ class EngineContract:
         assert call(session, meet, ("go", str(tmp_path))).results == [size] * size
 
     @pytest.mark.parametrize("where", ["in the store", "in a collective"])
-    def test_ranks_that_wait_for_one_that_failed(self, session: Session, where: str) -> None:
+    def test_ranks_that_wait_for_one_that_failed(self, session, where):
         def meet(raises: bool) -> int:
             import psutil
             import torch
@@ -949,7 +943,7 @@ class EngineContract:
         assert 1 in caught.value.ranks
         assert call(session, meet, (False,)).results == [2, 2]
 
-    def test_a_stop_ends_the_call_and_keeps_the_session(self, session: Session) -> None:
+    def test_a_stop_ends_the_call_and_keeps_the_session(self, session):
         def loop() -> int:
             from notebook_accel.rank import this_rank
 
@@ -968,13 +962,13 @@ class EngineContract:
             assert run.status == "stopped"
         assert session.status == "ready"
 
-    def test_an_interrupt_between_calls_does_nothing(self, session: Session) -> None:
+    def test_an_interrupt_between_calls_does_nothing(self, session):
         pids = call(session, os.getpid).results
         for pid in pids:
             os.kill(pid, signal.SIGINT)
         assert call(session, os.getpid).results == pids
 
-    def test_a_rank_that_dies_between_calls_is_noticed(self, session: Session) -> None:
+    def test_a_rank_that_dies_between_calls_is_noticed(self, session):
         pids = call(session, os.getpid).results
         last = self.world_size - 1
         assert "most recent call first" in session.stacks(last)
@@ -984,7 +978,7 @@ class EngineContract:
         with pytest.raises(LaunchError, match=r"rank \d was killed by SIGKILL.*start them again"):
             call(session, os.getpid)
 
-    def test_a_rank_that_dies_in_a_call(self, session: Session) -> None:
+    def test_a_rank_that_dies_in_a_call(self, session):
         def die() -> None:
             _join_group()
             if _is_last():
@@ -996,7 +990,7 @@ class EngineContract:
         assert (caught.value.rank, caught.value.signal) == (self.world_size - 1, "SIGKILL")
         assert session.status in ("broken", "ended")
 
-    def test_a_killed_call_ends_the_session(self, session: Session) -> None:
+    def test_a_killed_call_ends_the_session(self, session):
         def hold() -> None:
             _hold_the_gil()
 
@@ -1009,9 +1003,7 @@ class EngineContract:
         with pytest.raises(LaunchError, match="start them again"):
             call(session, hold)
 
-    def test_what_is_asked_of_a_call_that_has_ended_does_nothing(
-        self, session: Session, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_is_asked_of_a_call_that_has_ended_does_nothing(self, session, monkeypatch):
         """As by somebody who presses Stop at the moment when the call ends."""
         for name in ("_SILENT_SECONDS", "_DEAF_SECONDS", "_IDLE_SECONDS"):
             monkeypatch.setattr(pool, name, 0.2)
@@ -1024,7 +1016,7 @@ class EngineContract:
         assert call(session, os.getpid).results == run.pids
 
     @pytest.mark.parametrize("how", ["kill", "close"])
-    def test_a_call_whose_session_is_ended_is_stopped(self, session: Session, how: str) -> None:
+    def test_a_call_whose_session_is_ended_is_stopped(self, session, how):
         def hold() -> int:
             time.sleep(600)
             return 7
@@ -1036,9 +1028,7 @@ class EngineContract:
             run.wait(BUSY)
         assert (run.status, run.results) == ("stopped", [None] * self.world_size)
 
-    def test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time(
-        self, tmp_path: Path
-    ) -> None:
+    def test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time(self, tmp_path):
         def work(path: str) -> None:
             begun = Path(path).with_name("begun")
             if current().rank == 0:
@@ -1061,9 +1051,7 @@ class EngineContract:
         assert (tmp_path / "kept").read_text() == "done"
         assert [process.exitcode for process in session.processes] == [0, 0]
 
-    def test_a_rank_stuck_in_a_collective_of_a_group_that_somebody_keeps(
-        self, session: Session
-    ) -> None:
+    def test_a_rank_stuck_in_a_collective_of_a_group_that_somebody_keeps(self, session):
         def meet(raises: bool) -> str:
             import builtins
 
@@ -1087,9 +1075,7 @@ class EngineContract:
         numbers = [str(rank) for rank in range(self.world_size)]
         assert call(session, meet, (False,)).results == numbers
 
-    def test_an_interrupt_while_a_session_starts_leaves_nobody(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_interrupt_while_a_session_starts_leaves_nobody(self, monkeypatch):
         plain = pool.RankPool.start
 
         def start(self: pool.RankPool) -> None:
@@ -1105,9 +1091,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("what", ["a run", "a session"])
     @pytest.mark.parametrize("fails", ["its thread", "its launch"])
-    def test_a_start_that_fails_leaves_nobody(
-        self, what: str, fails: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_start_that_fails_leaves_nobody(self, what, fails, monkeypatch):
         plain = threading.Thread.start
 
         def start(thread: threading.Thread) -> None:
@@ -1137,7 +1121,7 @@ class EngineContract:
     # ---- the kernel goes -------------------------------------------------------------------
 
     @pytest.mark.parametrize("forked", [False, True])
-    def test_a_killed_kernel_leaves_nobody(self, forked: bool, tmp_path: Path) -> None:
+    def test_a_killed_kernel_leaves_nobody(self, forked, tmp_path):
         """Neither of a run that holds the GIL nor of a session that waits for its next call."""
         import subprocess
 
@@ -1167,9 +1151,7 @@ class EngineContract:
         assert len(ours) >= 1 + 2 * (1 + 2 * self.world_size)
 
     @pytest.mark.parametrize("dies", [False, True], ids=["stops", "dies"])
-    def test_a_template_that_stops_or_dies_while_forking_is_replaced(
-        self, dies: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_template_that_stops_or_dies_while_forking_is_replaced(self, dies, monkeypatch):
         source = template()
         source.wait_until_ready()
         os.kill(source.pid, signal.SIGSTOP)

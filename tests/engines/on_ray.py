@@ -7,7 +7,6 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ _OF_CLUSTER = uuid.uuid4().hex
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Any]:
+def cluster():
     from ray._private import services
     from ray.cluster_utils import Cluster
 
@@ -86,7 +85,7 @@ class TestRay(EngineContract):
     test_a_killed_kernel_leaves_nobody = None
 
     @pytest.fixture(autouse=True)
-    def _on_both_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _on_both_nodes(self, monkeypatch):
         spread = partial(ray.util.placement_group, strategy="SPREAD")
         monkeypatch.setattr(ray.util, "placement_group", lambda bundles, strategy: spread(bundles))
 
@@ -98,7 +97,7 @@ class TestRay(EngineContract):
 
 
 @pytest.fixture
-def notebook(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+def notebook(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with open_notebook() as notebook:
@@ -129,7 +128,7 @@ def start(notebook: Notebook, path: Path, options: str = "") -> str:
     return cell
 
 
-def test_results_logs_and_progress_come_to_the_kernel(notebook: Notebook) -> None:
+def test_results_logs_and_progress_come_to_the_kernel(notebook):
     notebook.run(
         """
         class Point:
@@ -157,9 +156,7 @@ def test_results_logs_and_progress_come_to_the_kernel(notebook: Notebook) -> Non
     assert "num_processes=99, and the Ray cluster has 8 CPUs" in refused
 
 
-def test_a_launch_that_waits_for_room_says_so_and_keeps_none(
-    notebook: Notebook, cluster: Any, tmp_path: Path
-) -> None:
+def test_a_launch_that_waits_for_room_says_so_and_keeps_none(notebook, cluster, tmp_path):
     @ray.remote(num_cpus=4)
     class Holder:
         def hold(self) -> None:
@@ -186,7 +183,7 @@ def test_a_launch_that_waits_for_room_says_so_and_keeps_none(
     )
 
 
-def test_trials_of_a_sweep_begin_as_the_cluster_has_room(notebook: Notebook) -> None:
+def test_trials_of_a_sweep_begin_as_the_cluster_has_room(notebook):
     notebook.run(
         """
         def train(lr):
@@ -215,9 +212,7 @@ def test_trials_of_a_sweep_begin_as_the_cluster_has_room(notebook: Notebook) -> 
     assert overlaps == "2\n"
 
 
-def test_output_is_live_and_a_stop_and_an_interrupt_end_all_nodes(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_output_is_live_and_a_stop_and_an_interrupt_end_all_nodes(notebook, tmp_path):
     notebook.run(LOOP)
     notebook.finish(start(notebook, tmp_path / "one", ", block=False"), timeout=SLOW)
     seen = "print(all('begins' in run.logs(rank) for rank in range(5)), run.status)"
@@ -229,7 +224,7 @@ def test_output_is_live_and_a_stop_and_an_interrupt_end_all_nodes(
     assert notebook.run("print(last_run().status)") == "stopped\n"
 
 
-def test_a_kernel_that_dies_leaves_nobody_on_the_nodes(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_kernel_that_dies_leaves_nobody_on_the_nodes(notebook, tmp_path):
     notebook.run(LOOP)
     start(notebook, tmp_path / "begun")
     assert len(on_nodes()) == 2 + 2 + 5
@@ -238,9 +233,7 @@ def test_a_kernel_that_dies_leaves_nobody_on_the_nodes(notebook: Notebook, tmp_p
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_node_that_dies(
-    max_restarts: int, notebook: Notebook, cluster: Any, tmp_path: Path
-) -> None:
+def test_a_node_that_dies(max_restarts, notebook, cluster, tmp_path):
     notebook.run(
         """
         def train(folder):

@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,7 @@ from tests.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
-def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _engine(monkeypatch):
     monkeypatch.setitem(ENGINES, joined.NAME, joined.KIND)
 
 
@@ -56,7 +56,7 @@ class TestElastic(EngineContract):
     test_what_is_left_to_do_after_the_return_is_bounded = None
     test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own = None
 
-    def test_output_of_all_agents_is_whole(self) -> None:
+    def test_output_of_all_agents_is_whole(self):
         num_bytes = 12_000_000  # more than may be under way at once
 
         def train() -> None:
@@ -71,7 +71,7 @@ class TestElastic(EngineContract):
             assert run.logs(rank).endswith(f"x\nlast of {rank}\n")
 
     @pytest.mark.parametrize("reads", [True, False], ids=["reads should_stop", "never asks"])
-    def test_all_agents_ranks_leave_at_the_same_point(self, reads: bool, tmp_path: Path) -> None:
+    def test_all_agents_ranks_leave_at_the_same_point(self, reads, tmp_path):
         def train(folder: str, reads: bool) -> None:
             import torch
             import torch.distributed as dist
@@ -114,9 +114,7 @@ class TestElastic(EngineContract):
             assert len(steps) == 4
             assert len(set(steps)) == 1, steps
 
-    def test_a_frozen_agent_holds_up_neither_a_stop_nor_a_kill(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_frozen_agent_holds_up_neither_a_stop_nor_a_kill(self, monkeypatch):
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
         monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
 
@@ -173,7 +171,7 @@ class OtherMachine:
 
 
 @pytest.fixture
-def other() -> Iterator[OtherMachine]:
+def other():
     machine = OtherMachine()
     yield machine
     if machine.process is not None:
@@ -182,7 +180,7 @@ def other() -> Iterator[OtherMachine]:
 
 
 @pytest.fixture(autouse=True)
-def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _runs(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
 
 
@@ -201,9 +199,7 @@ def on_two(
 # ---- a machine is a process of its own -----------------------------------------------------
 
 
-def test_each_machine_imports_once_what_the_notebook_has_imported(
-    other: OtherMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_machine_imports_once_what_the_notebook_has_imported(other, tmp_path, monkeypatch):
     def train() -> bool:
         return "joined_lib" in sys.modules
 
@@ -219,7 +215,7 @@ def test_each_machine_imports_once_what_the_notebook_has_imported(
     assert (tmp_path / "log").read_text().split() == ["0", "0"]
 
 
-def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
+def test_the_same_cell_on_the_other_machine(other):
     """At a port that both were given, as for Accelerate's launcher."""
     cell = (
         "import sys; from notebook_accel import notebook_launcher; "
@@ -239,9 +235,7 @@ def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
     assert other.process.communicate(timeout=BUSY)[0] == "None\n"
 
 
-def test_the_handle_comes_before_the_machines(
-    other: OtherMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_handle_comes_before_the_machines(other, monkeypatch):
     def train() -> str:
         return os.environ["WORLD_SIZE"]
 
@@ -282,7 +276,7 @@ def test_the_handle_comes_before_the_machines(
     assert alone.status == "failed"
 
 
-def test_a_notebook_shows_the_command_until_the_machines_have_joined(other: OtherMachine) -> None:
+def test_a_notebook_shows_the_command_until_the_machines_have_joined(other):
     with open_notebook() as notebook:
         notebook.run(
             "from notebook_accel import notebook_launcher\n"
@@ -328,9 +322,7 @@ launch(time.sleep, (float(sys.argv[1]),), config=config, view=Prints())
     [(600, 1, "the notebook is lost"), (0, 0, "it succeeded")],
     ids=["killed", "exits at once"],
 )
-def test_a_machine_says_whether_the_notebook_was_lost(
-    seconds: float, status: int, says: str, other: OtherMachine
-) -> None:
+def test_a_machine_says_whether_the_notebook_was_lost(seconds, status, says, other):
     command = [sys.executable, "-c", IMPORT_LITTLE + KERNEL, str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as kernel:
         assert kernel.stdout is not None
@@ -348,7 +340,7 @@ def test_a_machine_says_whether_the_notebook_was_lost(
 
 
 @pytest.fixture
-def files_of_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files_of_other(tmp_path, monkeypatch):
     """The folder for temporary files of the other machine."""
     folder = tmp_path / "t"
     folder.mkdir()
@@ -364,9 +356,7 @@ def files_of_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(signal.SIGTERM, marks=pytest.mark.long),
     ],
 )
-def test_a_machine_that_is_lost_ends_the_run(
-    number: signal.Signals, other: OtherMachine, files_of_other: Path
-) -> None:
+def test_a_machine_that_is_lost_ends_the_run(number, other, files_of_other):
     def train() -> None:
         _join_group()
         time.sleep(600)
@@ -384,7 +374,7 @@ def test_a_machine_that_is_lost_ends_the_run(
 
 
 @pytest.mark.long
-def test_an_agent_that_is_killed_leaves_no_file(other: OtherMachine, files_of_other: Path) -> None:
+def test_an_agent_that_is_killed_leaves_no_file(other, files_of_other):
     def train() -> None:
         if os.environ["RANK"] == "1":
             assert files_left(os.environ["TMPDIR"]) != []
@@ -396,7 +386,7 @@ def test_an_agent_that_is_killed_leaves_no_file(other: OtherMachine, files_of_ot
     eventually(lambda: not files_left(files_of_other), within=BUSY, what="it keeps nothing")
 
 
-def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other: OtherMachine) -> None:
+def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other):
     def train() -> tuple[float, int]:
         import torch.distributed as dist
 
@@ -429,7 +419,7 @@ def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other: Other
 # ---- restarts ------------------------------------------------------------------------------
 
 
-def test_a_failure_starts_the_ranks_again(other: OtherMachine) -> None:
+def test_a_failure_starts_the_ranks_again(other):
     def train(big: torch.Tensor) -> tuple[str, float]:
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         _join_group()
@@ -451,7 +441,7 @@ def test_a_failure_starts_the_ranks_again(other: OtherMachine) -> None:
     assert "exit code 7" in notices
 
 
-def test_a_machine_whose_rank_ends_long_before_the_others_stays(other: OtherMachine) -> None:
+def test_a_machine_whose_rank_ends_long_before_the_others_stays(other):
     def train() -> str:
         attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
         if attempt == "0" and rank == "1":
@@ -467,9 +457,7 @@ def test_a_machine_whose_rank_ends_long_before_the_others_stays(other: OtherMach
     assert run.results == ["1", "1"]
 
 
-def test_restarts_come_to_an_end_and_a_machine_says_that_the_run_failed(
-    other: OtherMachine,
-) -> None:
+def test_restarts_come_to_an_end_and_a_machine_says_that_the_run_failed(other):
     def train() -> None:
         raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -484,9 +472,7 @@ def test_restarts_come_to_an_end_and_a_machine_says_that_the_run_failed(
 
 
 @pytest.mark.long
-def test_srun_has_the_other_nodes_of_a_job_join(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_srun_has_the_other_nodes_of_a_job_join(tmp_path, monkeypatch):
     said = in_job(tmp_path, monkeypatch)
     view = Waits(lambda *_: None)
     view.waits_for_machines = view.texts.append  # type: ignore[method-assign]
@@ -499,7 +485,7 @@ def test_srun_has_the_other_nodes_of_a_job_join(
     assert "token" not in command, "other users see it"
 
 
-def test_what_srun_says_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_srun_says_where_it_fails(tmp_path, monkeypatch):
     in_job(tmp_path, monkeypatch, command="echo 'srun: error: nodes are busy' >&2; exit 1")
     config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu")
     with pytest.raises(LaunchError, match=r"had joined\. It wrote:\nsrun: error"):
@@ -509,7 +495,7 @@ def test_what_srun_says_where_it_fails(tmp_path: Path, monkeypatch: pytest.Monke
 # ---- who is let in -------------------------------------------------------------------------
 
 
-def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
+def test_what_is_no_machine_changes_nothing(other):
     """A port scan, garbage, TLS without the secret, and a token of another launch."""
     seen: list[str] = []
 
@@ -540,7 +526,7 @@ def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
     assert "its token is not the one of this launch" in seen[1]
 
 
-def test_strangers_cannot_fill_the_open_files_of_the_notebook() -> None:
+def test_strangers_cannot_fill_the_open_files_of_the_notebook():
     held: list[socket.socket] = []
 
     def crowd(address: str, token: str) -> None:
@@ -564,9 +550,7 @@ def test_strangers_cannot_fill_the_open_files_of_the_notebook() -> None:
 
 
 @pytest.mark.parametrize("how", ["environment", pytest.param("option", marks=pytest.mark.long)])
-def test_other_users_cannot_read_the_token_and_the_cell_names_who_joined(
-    how: str, other: OtherMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_users_cannot_read_the_token_and_the_cell_names_who_joined(how, other, monkeypatch):
     given: list[str] = []
 
     def train() -> tuple[str | None, list[str]]:
@@ -592,13 +576,13 @@ def test_other_users_cannot_read_the_token_and_the_cell_names_who_joined(
     assert view.texts[-1] == f"train: {who} joined"
 
 
-def test_a_token_is_no_option_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_no_option_of_a_command_line(monkeypatch):
     drawn = [b"\xf8" * 16, b"\x00" * 16]
     monkeypatch.setattr(secrets, "token_bytes", lambda _: drawn.pop(0))
     assert str(Token.new(b"\x00" * 32)).startswith("A")
 
 
-def test_join_asks_for_the_token_at_a_terminal() -> None:
+def test_join_asks_for_the_token_at_a_terminal():
     command = [sys.executable, "-m", "notebook_accel", "join", "127.0.0.1:1"]
     pid, terminal = pty.fork()
     if not pid:
@@ -617,9 +601,7 @@ def test_join_asks_for_the_token_at_a_terminal() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
 
 
-def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(
-    other: OtherMachine, tmp_path: Path
-) -> None:
+def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(other, tmp_path):
     given: list[tuple[str, str]] = []
 
     def show(address: str, token: str) -> None:
@@ -650,7 +632,7 @@ def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(
     assert (run.world_size, run.status) == (1, "succeeded")
 
 
-def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_wait_for_machines(monkeypatch):
     ports: list[int] = []
 
     def press(address: str, token: str) -> None:
@@ -669,8 +651,8 @@ def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_name_as_the_address_gives_collectives_the_interface_by_which_machines_join(
-    other: OtherMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    other, monkeypatch
+):
     loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
     monkeypatch.setattr(machines.psutil, "net_if_addrs", lambda: {"eth7": [loopback]})
 
@@ -683,14 +665,12 @@ def test_a_name_as_the_address_gives_collectives_the_interface_by_which_machines
     assert run.results == [("eth7", "high"), ("lo", "high")]
 
 
-def test_an_address_that_is_not_this_machines() -> None:
+def test_an_address_that_is_not_this_machines():
     with pytest.raises(LaunchError, match=r"192\.0\.2\.77.*cannot be listened at"):
         launch(lambda: 1, config=two_machines(master_addr="192.0.2.77"))
 
 
-def test_the_address_without_a_default_route_is_one_that_others_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_address_without_a_default_route_is_one_that_others_reach(monkeypatch):
     monkeypatch.setattr(machines.socket, "socket", Unroutable)
     address = SimpleNamespace(family=socket.AF_INET, address="10.77.0.1")
     loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -69,7 +68,7 @@ print("END")
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a child that changes its user needs root")
 @pytest.mark.timeout(4 * SOON)
-def test_a_child_that_changed_its_user_holds_up_no_run(tmp_path: Path) -> None:
+def test_a_child_that_changed_its_user_holds_up_no_run(tmp_path):
     mark = uuid4().hex
     environment = {
         **os.environ,

@@ -6,5 +6,5 @@ from tests.launch.payload.notebooks import Notebook
 
 
 @pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
+def notebook(monkeypatch):
     return Notebook(monkeypatch)

@@ -26,7 +26,7 @@ def ran(text: str) -> dict[str, Any]:
     return names
 
 
-def test_a_script_has_the_cells_in_their_order() -> None:
+def test_a_script_has_the_cells_in_their_order():
     text = script("a = 1", "a += 1\nb = [a]", "b.append(a)\nb")
     assert text.startswith('"""In[3], exported from a notebook.')
     labels = [line[7:] for line in text.splitlines() if line.startswith("# ----")]
@@ -36,7 +36,7 @@ def test_a_script_has_the_cells_in_their_order() -> None:
     assert ran(text)["b"] == [2, 2]
 
 
-def test_what_the_cells_use_of_the_notebook_is_there() -> None:
+def test_what_the_cells_use_of_the_notebook_is_there():
     import math
 
     namespace = {"math": math, "sqrt": math.sqrt, "size": 3, "made": {1}, "size2": 4, "own": 5}
@@ -56,14 +56,14 @@ def test_what_the_cells_use_of_the_notebook_is_there() -> None:
     assert "math" not in text
 
 
-def test_what_a_cell_of_the_session_finds_there_is_made() -> None:
+def test_what_a_cell_of_the_session_finds_there_is_made():
     text = script("x = rank", "display(x, accelerator)", mixed_precision="bf16")
     assert "accelerator = Accelerator(mixed_precision='bf16')\n" in text
     assert text.index("from IPython.display import display") < text.index("rank = accelerator.proc")
     assert "device" not in text
 
 
-def test_lines_of_ipython_are_left_out() -> None:
+def test_lines_of_ipython_are_left_out():
     text = script(
         "%matplotlib inline\na = 1", "%%time\nb = a", "from __future__ import annotations\nb"
     )
@@ -74,13 +74,13 @@ def test_lines_of_ipython_are_left_out() -> None:
             script(cell, "1")
 
 
-def test_the_value_of_the_cell_is_printed() -> None:
+def test_the_value_of_the_cell_is_printed():
     assert script("x = 2\n(x,\n 3)").endswith("x = 2\nprint((x, 3))\n")
     assert script("max(1,\n 3)").endswith("\nprint(max(1,\n 3))\n")
     assert script("print(1)").endswith("\nprint(1)\n")
     assert script("1;").endswith("\n1;\n")
 
 
-def test_what_no_script_can_have_is_refused() -> None:
+def test_what_no_script_can_have_is_refused():
     with pytest.raises(ConfigError, match=r"train\.py: 'await' outside function, at `await f\(\)`"):
         script("await f()\n1")

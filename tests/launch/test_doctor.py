@@ -23,7 +23,7 @@ HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     found = Machine(found=Devices(kind="cpu", versions={"torch": "2.13.0"}), **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
     return found
@@ -34,7 +34,7 @@ def about(subject: str) -> Finding:
     return found
 
 
-def test_this_machine_can_launch() -> None:
+def test_this_machine_can_launch():
     findings = examine()
     assert [finding for finding in findings if finding.level == STOPS] == []
     assert {"system", "devices", "versions", "memory", "/dev/shm"} <= {
@@ -44,7 +44,7 @@ def test_this_machine_can_launch() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_settings_that_stop_each_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_that_stop_each_launch(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert "settings" not in {finding.subject for finding in examine()}
     default_config_path().parent.mkdir(parents=True)
@@ -55,7 +55,7 @@ def test_settings_that_stop_each_launch(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.usefixtures("machine")
-def test_dockers_shared_memory_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dockers_shared_memory_is_named_with_its_remedy(monkeypatch):
     usage = shutil.disk_usage
 
     def small(path: Any) -> Any:
@@ -69,7 +69,7 @@ def test_dockers_shared_memory_is_named_with_its_remedy(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("machine")
-def test_what_files_take_in_a_container_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_files_take_in_a_container_is_free(monkeypatch):
     group = {
         "memory.max": f"{4 << 30}\n",
         "memory.current": f"{4 << 30}\n",
@@ -85,7 +85,7 @@ def test_what_files_take_in_a_container_is_free(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("machine")
-def test_little_memory_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr(doctor, "free_in_container", lambda: 700 << 20)
     found = about("memory")
     assert (found.level, found.found) == (HURTS, "0.7 GB of memory are free")
@@ -95,9 +95,7 @@ def test_little_memory_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("machine")
-def test_limits_that_are_too_low_are_named_with_their_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limits_that_are_too_low_are_named_with_their_remedy(monkeypatch):
     limits = {resource.RLIMIT_NOFILE: (20, 20)}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
     found = about("open files")
@@ -106,9 +104,7 @@ def test_limits_that_are_too_low_are_named_with_their_remedy(
     assert "have it raised" in found.remedy
 
 
-def test_the_versions_of_what_carries_the_devices_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_versions_of_what_carries_the_devices_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.setattr("torch.version.cuda", "13.0")
@@ -128,9 +124,7 @@ print([*notebook_launcher(train, num_processes=2, devices="cpu", view="none")])
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_runs_folder_that_cannot_be_written_stops(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_runs_folder_that_cannot_be_written_stops(monkeypatch, tmp_path):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "none"))
     monkeypatch.setattr(os, "access", lambda *_: False)
     found = about("runs folder")
@@ -138,7 +132,7 @@ def test_a_runs_folder_that_cannot_be_written_stops(
     assert "NOTEBOOK_ACCEL_RUNS" in found.remedy
 
 
-def test_devices_that_cannot_be_counted_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_cannot_be_counted_stop(monkeypatch):
     broken = Machine(found=Devices(kind="cpu", error="no driver"), **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: broken)
     found = about("devices")
@@ -163,13 +157,8 @@ def answer_as_nvidia(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str)
     ],
 )
 def test_gpus_that_torch_does_not_use_are_named(
-    problem: str,
-    visible: str | None,
-    told: str,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    problem, visible, told, remedy, monkeypatch, tmp_path
+):
     versions = {"torch": "2.13.0+cpu"}
     found = Machine(found=Devices(kind="cpu", versions=versions, problem=problem), **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
@@ -183,7 +172,7 @@ def test_gpus_that_torch_does_not_use_are_named(
     assert remedy in finding.remedy
 
 
-def test_where_no_server_is_known_widgets_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_server_is_known_widgets_are_not_judged(monkeypatch):
     monkeypatch.setattr(doctor, "_server_python", lambda: None)
     (found,) = doctor._widgets(Machine(found=Devices(kind="cpu"), **HOST))
     assert found.level == FINE
@@ -199,8 +188,8 @@ def test_where_no_server_is_known_widgets_are_not_judged(monkeypatch: pytest.Mon
     ],
 )
 def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_page: str | None, level: str, said: str
-) -> None:
+    monkeypatch, tmp_path, of_page, level, said
+):
     """Whatever the kernel's own environment has: the server may have another one."""
     monkeypatch.setattr("jupyter_core.paths.jupyter_path", lambda: [sys.prefix + "/share/jupyter"])
     python = tmp_path / "bin" / "python"
@@ -237,12 +226,12 @@ def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
         ("", False),
     ],
 )
-def test_a_server_is_known_by_its_command(command: str, is_server: bool) -> None:
+def test_a_server_is_known_by_its_command(command, is_server):
     parts = command.split()
     assert any(map(doctor._SERVER.search, parts[1:4])) == is_server
 
 
-def test_a_finding_reads_as_a_line_and_its_remedy_as_another() -> None:
+def test_a_finding_reads_as_a_line_and_its_remedy_as_another():
     bad = Finding(subject="a<b", found="seen", remedy="do it", stops=True)
     shown = "\n".join(as_lines([Finding(subject="x", found="good"), bad]))
     assert shown == "✓ x: good\n✗ a<b: seen\n    to do: do it"

@@ -55,7 +55,7 @@ def returned(script: str, **names: Any) -> Any:
     return eval(script.strip().splitlines()[-1].strip(), names)
 
 
-def test_the_readmes_example_is_a_short_script() -> None:
+def test_the_readmes_example_is_a_short_script():
     found = re.search(r"```python\n(import torch\n.*?)```", _README.read_text(), re.DOTALL)
     assert found is not None
     book = Notebook()
@@ -69,7 +69,7 @@ def test_the_readmes_example_is_a_short_script() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_torchrun_runs_it(tmp_path: Path) -> None:
+def test_torchrun_runs_it(tmp_path):
     book = Notebook(
         """
         import os
@@ -88,7 +88,7 @@ def test_torchrun_runs_it(tmp_path: Path) -> None:
     assert printed == [f"2 {(book.names['table'] * 2).tolist()}\n"] * 2
 
 
-def test_statements_come_in_their_order_and_the_newest_count() -> None:
+def test_statements_come_in_their_order_and_the_newest_count():
     book = Notebook(
         "size = 1\ndef train(): return 'old'",
         "import math\nunused = open('/dev/null')\nscale = 2",
@@ -120,7 +120,7 @@ def test_statements_come_in_their_order_and_the_newest_count() -> None:
     assert not [word for word in ("unused", "nothing", "'old'", "run =", "None") if word in script]
 
 
-def test_what_no_statement_makes_is_loaded_by_a_line_that_says_so(tmp_path: Path) -> None:
+def test_what_no_statement_makes_is_loaded_by_a_line_that_says_so(tmp_path):
     book = Notebook(
         """
         import torch
@@ -144,7 +144,7 @@ def test_what_no_statement_makes_is_loaded_by_a_line_that_says_so(tmp_path: Path
     assert returned(script) == ([1.0, 1.0], 8, [0, 1, 2], 4, tmp_path.name, [1, {"a": 2.5}])
 
 
-def test_arguments_are_names_literals_or_what_the_launch_says() -> None:
+def test_arguments_are_names_literals_or_what_the_launch_says():
     book = Notebook(
         "data = [*range(3000)]\nclass Box:\n    def __init__(self, n): self.n = n",
         "def train(*given, **named): return given[0][-1], given[1].n, named['class'], named['b'].n",
@@ -164,7 +164,7 @@ def test_arguments_are_names_literals_or_what_the_launch_says() -> None:
         book.script([0] * 100_000)
 
 
-def test_functions_that_no_cell_defines() -> None:
+def test_functions_that_no_cell_defines():
     book = Notebook("def train(): return helper(), join('a', 'b')")
     exec("def helper(): return 1", book.names)
     from os.path import join
@@ -176,7 +176,7 @@ def test_functions_that_no_cell_defines() -> None:
     assert returned(book.script()) == (2, "a/b")
 
 
-def test_a_function_of_a_program_that_the_notebook_has_run(tmp_path: Path) -> None:
+def test_a_function_of_a_program_that_the_notebook_has_run(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("import math\nsize = 3\n\n\ndef train():\n    return math.floor(size / 2)\n")
     book = Notebook("size = 4")
@@ -185,7 +185,7 @@ def test_a_function_of_a_program_that_the_notebook_has_run(tmp_path: Path) -> No
     assert returned(book.script()) == 4
 
 
-def test_a_cell_that_ran_again_stands_once() -> None:
+def test_a_cell_that_ran_again_stands_once():
     helper = "def helper(x): return x * factor"
     book = Notebook("factor = 'old'", helper.replace("x *", "'old',"), "def train(): return rows")
     for cell in ("rows = [helper(1)]", helper, "factor = 2", "rows = helper(3); rows", "rows"):
@@ -196,7 +196,7 @@ def test_a_cell_that_ran_again_stands_once() -> None:
     assert "rows\n" not in script.split("def train")[0], "what a cell shows is left out"
 
 
-def test_magics_and_cells_that_failed_are_left_out() -> None:
+def test_magics_and_cells_that_failed_are_left_out():
     book = Notebook("rows = []", "import math")
     for cell in (
         "rows.append(nowhere)",

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,9 +95,7 @@ def computes(folder: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_is_told_as_such_and_a_long_computation_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     texts = [io.StringIO() for _ in range(4)]
     functions = (skips, crosses, computes, receives_unrecorded)
@@ -187,7 +184,7 @@ def waits_beside_a_busy_thread(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["holds the GIL", "runs Python"])
-def test_stacks_of_a_busy_rank_are_read_and_do_no_harm(kind: str) -> None:
+def test_stacks_of_a_busy_rank_are_read_and_do_no_harm(kind):
     run = on_cpu(waits_beside_a_busy_thread, kind, grace=2.0, block=False)
     try:
         word = "begun" if kind == "holds the GIL" else "works"
@@ -207,9 +204,7 @@ def waits_alone() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_that_are_suspended_are_named(
-    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_are_suspended_are_named(num_ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     text = io.StringIO()
     run = on_cpu(waits_alone, n=num_ranks, grace=2.0, view=PlainView(stream=text), block=False)
@@ -233,7 +228,7 @@ def test_ranks_that_are_suspended_are_named(
         eventually(lambda: run.state.has_ended, within=30, what="it has ended")
 
 
-def test_a_save_of_rank_0_alone_is_told_with_its_remedy(tmp_path: Path) -> None:
+def test_a_save_of_rank_0_alone_is_told_with_its_remedy(tmp_path):
     run = on_cpu(saves, str(tmp_path), grace=2.0, view=PlainView(), block=False)
     try:
         eventually(lambda: run.state.hang, within=60, what="the hang is told")

@@ -37,7 +37,7 @@ ON_CPU = LaunchConfig(num_processes=1, devices="cpu")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     yield tmp_path
     eventually(lambda: not below(template().pid), within=SOON, what="every process ended")
@@ -102,7 +102,7 @@ def _unknown(folder: Path) -> set[str]:
     return {name for name in os.listdir(folder) if name[0] != "."} - {run.id for run in runs()}
 
 
-def test_of_a_launch(folder: Path) -> None:
+def test_of_a_launch(folder):
     def begin() -> None:
         launch(len, (BIG,), config=ON_CPU)
 
@@ -111,7 +111,7 @@ def test_of_a_launch(folder: Path) -> None:
     _interrupt_everywhere(begin, folder)
 
 
-def test_of_a_session_and_its_calls(folder: Path) -> None:
+def test_of_a_session_and_its_calls(folder):
     def begin() -> None:
         with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
             call(session, len, (BIG,))
@@ -120,7 +120,7 @@ def test_of_a_session_and_its_calls(folder: Path) -> None:
     _interrupt_everywhere(begin, folder, folders_of_sessions=True)
 
 
-def test_a_session_that_nobody_got_is_ended(folder: Path) -> None:
+def test_a_session_that_nobody_got_is_ended(folder):
     # As after an interrupt that comes as the session is returned. The fixture looks at processes.
     session = Session(LaunchRequest(config=ON_CPU))
     call(session, len, (BIG,))
@@ -170,9 +170,7 @@ def _note_interrupt(folder: str) -> None:
 
 
 @pytest.mark.parametrize("block", [True, False])
-def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(
-    folder: Path, block: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(folder, block, monkeypatch):
     send = RankCall.sent
 
     @contextlib.contextmanager
@@ -197,9 +195,7 @@ def _pid_after(seconds: float) -> int:
     return os.getpid()
 
 
-def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(folder, monkeypatch):
     send = RankCall.sent
     with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
         (before,) = call(session, _pid_after, (0,))
@@ -224,9 +220,7 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
 
 
 @pytest.mark.usefixtures("folder")
-def test_an_interrupt_while_a_session_is_closed_ends_it_now(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_while_a_session_is_closed_ends_it_now(monkeypatch):
     session = Session(LaunchRequest(config=ON_CPU))
     call(session, _pid_after, (600,), block=False)
     tell = RankPool.shut_down

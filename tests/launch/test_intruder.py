@@ -6,7 +6,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def shared(monkeypatch):
     """A place for runs that everybody may enter, in a kernel that hides nothing by its umask."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o777)
@@ -90,7 +90,7 @@ def taken(port: int) -> list[str]:
     return found
 
 
-def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Path) -> None:
+def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared):
     def train(folder: str) -> int:
         from notebook_accel.rank import this_rank
 
@@ -128,7 +128,7 @@ def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Pa
     assert as_nobody(lambda: readable(files)) == []
 
 
-def test_a_folder_of_runs_that_another_user_can_change_is_refused(shared: Path) -> None:
+def test_a_folder_of_runs_that_another_user_can_change_is_refused(shared):
     root = shared / "new" / "runs"
     RunFolder.make(root)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (root, root.parent)] == [0o700, 0o700]
@@ -152,9 +152,7 @@ def test_a_folder_of_runs_that_another_user_can_change_is_refused(shared: Path) 
             refused()
 
 
-def test_files_that_another_user_put_into_a_run_are_neither_followed_nor_unpickled(
-    shared: Path,
-) -> None:
+def test_files_that_another_user_put_into_a_run_are_neither_followed_nor_unpickled(shared):
     folder = RunFolder.make(shared / "runs")
     mine, ran = shared / "mine", shared / "ran"
     mine.write_text("kept")

@@ -55,7 +55,7 @@ ROUNDS = int(os.environ.get("NOTEBOOK_ACCEL_TEST_ROUNDS", "3"))
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     yield
     eventually(lambda: not below(template().pid), within=SOON, what="every process ended")
@@ -86,7 +86,7 @@ def _sockets(pid: int) -> Iterator[str]:
                     yield target[8:-1]
 
 
-def test_no_process_of_a_run_listens(tmp_path: Path) -> None:
+def test_no_process_of_a_run_listens(tmp_path):
     def train(folder: str) -> None:
         open(f"{folder}/{os.environ['RANK']}", "w").close()
         while not os.path.exists(f"{folder}/go"):
@@ -107,7 +107,7 @@ def test_no_process_of_a_run_listens(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60 + 5 * ROUNDS)
-def test_launches_leave_nothing_behind() -> None:
+def test_launches_leave_nothing_behind():
     payload = torch.zeros(500_000)
 
     def train() -> torch.Tensor:
@@ -159,7 +159,7 @@ class Slow(View):
         self.go_on.wait(SOON)
 
 
-def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind() -> None:
+def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind():
     def train(number: int) -> int:
         from notebook_accel.rank import this_rank
 
@@ -196,9 +196,7 @@ def _until_idle(pid: int) -> None:
 # ---- being told of the end -----------------------------------------------------------------
 
 
-def test_done_callbacks_are_called_at_the_end_in_their_order(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_done_callbacks_are_called_at_the_end_in_their_order(tmp_path, caplog):
     def train(folder: str) -> int:
         while not Path(folder, "go").exists():
             time.sleep(0.01)
@@ -234,7 +232,7 @@ def test_done_callbacks_are_called_at_the_end_in_their_order(
 # ---- ends that nobody explains -------------------------------------------------------------
 
 
-def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log() -> None:
+def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log():
     def train() -> None:
         print("epoch 1:", end=" ")
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -258,7 +256,7 @@ def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log() ->
         assert "frames of torch" not in whole
 
 
-def test_a_rank_that_returned_may_end_as_it_likes() -> None:
+def test_a_rank_that_returned_may_end_as_it_likes():
     def train() -> int:
         import atexit
 
@@ -273,9 +271,7 @@ class Trained:
     model: Any
 
 
-def test_a_function_that_ends_in_a_folder_that_is_gone_has_its_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_function_that_ends_in_a_folder_that_is_gone_has_its_result(monkeypatch):
     def train() -> Trained:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
@@ -286,7 +282,7 @@ def test_a_function_that_ends_in_a_folder_that_is_gone_has_its_result(
     assert on_cpu(train)[1].model.out_features == 3
 
 
-def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk() -> None:
+def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk():
     def train() -> None:
         raise ValueError("begin " + "x" * 20_000_000 + " end")
 
@@ -302,7 +298,7 @@ def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk() -> 
     assert len(caught.value.run.logs(0)) > 20_000_000
 
 
-def test_a_full_log_disk_hides_no_error() -> None:
+def test_a_full_log_disk_hides_no_error():
     def train() -> None:
         full = os.open("/dev/full", os.O_WRONLY)
         for number in (1, 2):
@@ -319,7 +315,7 @@ def test_a_full_log_disk_hides_no_error() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def small_disk(tmp_path, monkeypatch):
     """A disk of 1 MB, on which runs are kept."""
     (tmp_path / "disk").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
@@ -330,7 +326,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
 
 
-def test_a_disk_that_c_code_has_filled_is_named(small_disk: Path) -> None:
+def test_a_disk_that_c_code_has_filled_is_named(small_disk):
     def train() -> None:
         import ctypes
 
@@ -366,7 +362,7 @@ class ExitsAsText(ValueError):
         raise SystemExit(0)
 
 
-def test_a_value_that_exits_ends_nobody() -> None:
+def test_a_value_that_exits_ends_nobody():
     with pytest.raises(LaunchError, match=r"SystemExit|cannot travel"):
         on_cpu(lambda _: 1, Exits("pickled"))
     with pytest.raises(WorkerError, match="raised SystemExit"):
@@ -385,7 +381,7 @@ def test_a_value_that_exits_ends_nobody() -> None:
         on_cpu(fails, n=1)
 
 
-def test_what_cannot_travel_back_loses_nothing_beside_it() -> None:
+def test_what_cannot_travel_back_loses_nothing_beside_it():
     def trains() -> Any:
         accelerator = Accelerator()
         model, loader = accelerator.prepare(torch.nn.Linear(2, 1), DataLoader([1.0, 2.0]))
@@ -415,7 +411,7 @@ def test_what_cannot_travel_back_loses_nothing_beside_it() -> None:
 
 
 @pytest.mark.parametrize("holds", [threading.Event, queue.Queue, ThreadPoolExecutor])
-def test_what_cannot_be_made_again_without_its_lock_stays_as_a_whole(holds: Any) -> None:
+def test_what_cannot_be_made_again_without_its_lock_stays_as_a_whole(holds):
     def trains(nested: bool) -> Any:
         trained = SimpleNamespace(held=holds(), weights=torch.ones(2))
         return {"weights": torch.ones(2), "trained": trained} if nested else trained
@@ -428,7 +424,7 @@ def test_what_cannot_be_made_again_without_its_lock_stays_as_a_whole(holds: Any)
     assert str(result["trained"]).startswith("<`result['trained']` (types.SimpleNamespace), ")
 
 
-def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data() -> None:
+def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data():
     data = torch.ones(1 << 20)
 
     def train() -> Any:
@@ -447,7 +443,7 @@ def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data() -> Non
 # ---- stop ----------------------------------------------------------------------------------
 
 
-def test_a_function_that_reads_is_not_interrupted_in_a_long_step() -> None:
+def test_a_function_that_reads_is_not_interrupted_in_a_long_step():
     def train() -> str:
         from notebook_accel.rank import this_rank
 
@@ -487,9 +483,7 @@ def train_in_long_steps(folder: str, seconds: float) -> None:
     ("seconds", "num_before", "waits_for"),
     [(2.2, 2, "a step of about 2 s"), (6.5, 1, "its first step")],
 )
-def test_a_long_step_is_let_finish(
-    seconds: float, num_before: int, waits_for: str, tmp_path: Path
-) -> None:
+def test_a_long_step_is_let_finish(seconds, num_before, waits_for, tmp_path):
     run = on_cpu(train_in_long_steps, str(tmp_path), seconds, block=False, grace=0.5)
     eventually(
         lambda: all(one.batches == num_before for one in run.state.ranks),
@@ -507,7 +501,7 @@ def test_a_long_step_is_let_finish(
     assert said in "".join(run.state.notices)
 
 
-def test_a_second_stop_interrupts_a_long_step(tmp_path: Path) -> None:
+def test_a_second_stop_interrupts_a_long_step(tmp_path):
     run = on_cpu(train_in_long_steps, str(tmp_path), 60.0, block=False)
     eventually(
         lambda: all(one.batches == 1 for one in run.state.ranks), within=SOON, what="first steps"
@@ -537,7 +531,7 @@ class EndsWhilePolled(View):
         self.has_printed_end = True
 
 
-def test_times_that_are_none_end_no_run(tmp_path: Path) -> None:
+def test_times_that_are_none_end_no_run(tmp_path):
     def train(folder: str) -> int:
         while not os.path.exists(f"{folder}/go"):
             time.sleep(0.01)
@@ -590,7 +584,7 @@ class Broken(View):
 
 @pytest.mark.parametrize("where", ["open", "update", "poll", "close", "settle"])
 @pytest.mark.parametrize("block", [True, False])
-def test_a_view_that_breaks_ends_no_training(where: str, block: bool) -> None:
+def test_a_view_that_breaks_ends_no_training(where, block):
     def train() -> int:
         time.sleep(0.3)
         return 1
@@ -601,9 +595,7 @@ def test_a_view_that_breaks_ends_no_training(where: str, block: bool) -> None:
 # ---- a launch that cannot begin ------------------------------------------------------------
 
 
-def test_a_payload_that_cannot_be_sealed_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_payload_that_cannot_be_sealed_leaves_nothing(monkeypatch, tmp_path):
     import torch
 
     on_cpu(lambda: 1)
@@ -624,7 +616,7 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(
 # ---- runs that were, here and elsewhere ----------------------------------------------------
 
 
-def test_a_large_result_goes_with_its_last_handle() -> None:
+def test_a_large_result_goes_with_its_last_handle():
     def train() -> Any:
         import torch
 
@@ -652,7 +644,7 @@ def test_a_large_result_goes_with_its_last_handle() -> None:
         left.export("anything.py")
 
 
-def test_what_a_run_was_given_goes_with_its_last_handle(tmp_path: Path) -> None:
+def test_what_a_run_was_given_goes_with_its_last_handle(tmp_path):
     class Big:
         pass
 
@@ -674,7 +666,7 @@ def test_what_a_run_was_given_goes_with_its_last_handle(tmp_path: Path) -> None:
     assert runs()[-1].wait(SOON).status == "succeeded"
 
 
-def test_a_launch_that_raised_is_in_the_list_with_its_results() -> None:
+def test_a_launch_that_raised_is_in_the_list_with_its_results():
     def train() -> int:
         if os.environ["RANK"] == "1":
             time.sleep(0.3)
@@ -689,7 +681,7 @@ def test_a_launch_that_raised_is_in_the_list_with_its_results() -> None:
         runs()[-1].wait()
 
 
-def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> None:
+def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path):
     def train() -> None:
         from notebook_accel.rank import this_rank
 
@@ -718,7 +710,7 @@ def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> N
             read()
 
 
-def test_the_end_of_a_log_is_whole_lines() -> None:
+def test_the_end_of_a_log_is_whole_lines():
     def train() -> None:
         for number in range(1000):
             print("line", number)
@@ -767,7 +759,7 @@ sys.stdin.read()
 """
 
 
-def test_runs_of_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_kernels(capsys):
     def found(number: str) -> Run:
         return next(run for run in runs(everywhere=True) if run.id == number)
 
@@ -813,9 +805,7 @@ def test_runs_of_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- environment ---------------------------------------------------------------------------
 
 
-def test_what_the_person_sets_for_the_ranks_wins(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_the_person_sets_for_the_ranks_wins(monkeypatch, tmp_path):
     monkeypatch.setenv("KEPT", "from the notebook")
     monkeypatch.setenv("JPY_SESSION_NAME", "kernel's own")
     monkeypatch.setenv("WORLD_SIZE", "77")
@@ -846,9 +836,7 @@ def test_what_the_person_sets_for_the_ranks_wins(
     assert os.environ["WORLD_SIZE"] == "77"
 
 
-def test_variables_that_torch_reads_as_it_loads_count_in_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_that_torch_reads_as_it_loads_count_in_ranks(monkeypatch):
     def precision() -> str:
         return torch.get_float32_matmul_precision()
 
@@ -862,7 +850,7 @@ def test_variables_that_torch_reads_as_it_loads_count_in_ranks(
 # ---- notices -------------------------------------------------------------------------------
 
 
-def test_copies_that_ran_on_their_own_are_named() -> None:
+def test_copies_that_ran_on_their_own_are_named():
     def alone() -> None:
         import torch  # noqa: F401
 
@@ -882,7 +870,7 @@ def test_copies_that_ran_on_their_own_are_named() -> None:
     assert on_cpu(has_nothing_to_train).state.notices == ()
 
 
-def test_notices_are_shown_once_whoever_says_them() -> None:
+def test_notices_are_shown_once_whoever_says_them():
     def train() -> None:
         from notebook_accel.rank import this_rank
 
@@ -906,21 +894,19 @@ def test_notices_are_shown_once_whoever_says_them() -> None:
         (lambda *a: a, "text", "tuple"),
     ],
 )
-def test_a_bad_call_fails_before_anything_starts(
-    function: Any, args: Any, said: str, tmp_path: Path
-) -> None:
+def test_a_bad_call_fails_before_anything_starts(function, args, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         launch(function, args, config=LaunchConfig())
     assert not (tmp_path / "runs").exists()
 
 
-def test_devices_that_there_are_not() -> None:
+def test_devices_that_there_are_not():
     with pytest.raises(ConfigError, match=r"devices=\[990\]") as caught:
         launch(lambda: 1, config=LaunchConfig(devices=[990]))
     assert "devices='cpu'" in str(caught.value)
 
 
-def test_a_run_is_found_by_its_id_whatever_was_launched_since() -> None:
+def test_a_run_is_found_by_its_id_whatever_was_launched_since():
     run, _ = (on_cpu(lambda: 5, n=1) for _ in range(2))
     assert find_run(run.id) is run
     assert run in runs()

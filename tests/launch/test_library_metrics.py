@@ -6,7 +6,6 @@ test-libraries` installs all.
 
 import csv
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +60,7 @@ def fine_tune(folder: str) -> list[dict[str, float]]:
 
 
 @needs("transformers", "tensorboard")
-def test_a_trainer_and_a_summary_writer(tmp_path: Path) -> None:
+def test_a_trainer_and_a_summary_writer(tmp_path):
     run = notebook_launcher(fine_tune, args=(str(tmp_path),), num_processes=2, devices="cpu")
     own = [(0, 7, "mine", 3.5), (0, 7, "both/a", 1), (0, 7, "both/b", 2)]
     own += [(0, 8, "mine", 4), (0, 8, "both/a", 1), (0, 8, "both/b", 2)]
@@ -125,7 +124,7 @@ def fit(folder: str, has_logger: bool) -> tuple[str, list[str], Any]:
 
 @pytest.mark.long
 @needs("lightning")
-def test_a_lightning_trainer(tmp_path: Path) -> None:
+def test_a_lightning_trainer(tmp_path):
     arguments = {"num_processes": 2, "devices": "cpu"}
     run = notebook_launcher(fit, args=(str(tmp_path), True), **arguments)
     folder = tmp_path / "lightning_logs" / "version_0"
@@ -148,7 +147,7 @@ def test_a_lightning_trainer(tmp_path: Path) -> None:
     assert reported == {key for key in found if key[0] != "epoch"}
 
 
-def test_lightning_gets_nothing_outside_of_ranks() -> None:
+def test_lightning_gets_nothing_outside_of_ranks():
     assert lightning_callbacks() == []
 
 
@@ -171,7 +170,7 @@ def learn(folder: str) -> Any:
 
 @pytest.mark.long
 @needs("fastai")
-def test_a_fastai_learner(tmp_path: Path) -> None:
+def test_a_fastai_learner(tmp_path):
     run = notebook_launcher(learn, args=(str(tmp_path),), num_processes=1, devices="cpu")
     steps = {
         name: [row["step"] for row in run.metrics if row["name"] == name]
@@ -220,7 +219,7 @@ def align(folder: str) -> list[dict[str, float]]:
 
 @pytest.mark.long
 @needs("trl", "datasets", "tokenizers")
-def test_a_trainer_of_trl(tmp_path: Path) -> None:
+def test_a_trainer_of_trl(tmp_path):
     run = notebook_launcher(align, args=(str(tmp_path),), num_processes=2, devices="cpu")
     losses = [(entry["step"], entry["loss"]) for entry in run[0] if "loss" in entry]
     found = [(row["step"], row["value"]) for row in run.metrics if row["name"] == "loss"]

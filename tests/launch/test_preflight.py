@@ -5,10 +5,8 @@ import resource
 import socket
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,12 +58,12 @@ def steps(lr: float) -> Any:
         (train, (0.1,), OrderedDict(steps=2)),
     ],
 )
-def test_calls_that_can_be_made(function: Any, args: Any, kwargs: Mapping[str, Any] | None) -> None:
+def test_calls_that_can_be_made(function, args, kwargs):
     check_call(function, args, kwargs)
 
 
 @pytest.mark.parametrize("given", [None, 0.93, [1], "train", train(0.1), torch.nn.Linear(2, 1)])
-def test_what_a_function_returned_is_no_function(given: Any) -> None:
+def test_what_a_function_returned_is_no_function(given):
     with pytest.raises(ConfigError, match="without calling") as caught:
         check_call(given, (), None)
     assert repr(given) in str(caught.value)
@@ -79,7 +77,7 @@ async def steps_later() -> Any:
 
 
 @pytest.mark.parametrize("function", [steps, train_later, partial(train_later), steps_later])
-def test_a_function_whose_call_runs_nothing(function: Any) -> None:
+def test_a_function_whose_call_runs_nothing(function):
     with pytest.raises(ConfigError, match=r"runs nothing by itself.*asyncio\.run"):
         check_call(function, (0.1,), None)
 
@@ -93,33 +91,31 @@ def test_a_function_whose_call_runs_nothing(function: Any) -> None:
         ((1,), {"lr": 2}, "multiple values for argument 'lr'"),
     ],
 )
-def test_arguments_that_the_function_does_not_take(
-    args: Any, kwargs: Mapping[str, Any] | None, said: str
-) -> None:
+def test_arguments_that_the_function_does_not_take(args, kwargs, said):
     with pytest.raises(ConfigError, match=said) as caught:
         check_call(train, args, kwargs)
     assert "train(lr" in str(caught.value)
 
 
 @pytest.mark.parametrize("args", ["text", b"bytes", 3, 0.1, None, {0.1}, iter((1,))])
-def test_args_is_a_tuple_or_a_list(args: Any) -> None:
+def test_args_is_a_tuple_or_a_list(args):
     with pytest.raises(ConfigError, match="tuple") as caught:
         check_call(lambda *_: None, args, None)
     assert f"args={args!r}" in str(caught.value)
 
 
-def test_a_tensor_is_one_argument_and_no_tuple() -> None:
+def test_a_tensor_is_one_argument_and_no_tuple():
     with pytest.raises(ConfigError, match="tuple"):
         check_call(lambda *_: None, torch.ones(2), None)  # type: ignore[arg-type]
 
 
-def test_keyword_arguments_in_the_place_of_the_others() -> None:
+def test_keyword_arguments_in_the_place_of_the_others():
     with pytest.raises(ConfigError, match="kwargs="):
         check_call(train, {"lr": 0.1}, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kwargs", [[1], "lr", {1: 2}, 7])
-def test_kwargs_is_a_mapping_of_names(kwargs: Any) -> None:
+def test_kwargs_is_a_mapping_of_names(kwargs):
     with pytest.raises(ConfigError, match="kwargs") as caught:
         check_call(lambda **_: None, (), kwargs)
     assert repr(kwargs) in str(caught.value)
@@ -128,7 +124,7 @@ def test_kwargs_is_a_mapping_of_names(kwargs: Any) -> None:
 # ---- the machine ---------------------------------------------------------------------------
 
 
-def test_more_ranks_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     check_files_of_ranks(128)
     with pytest.raises(LaunchError, match="1024") as caught:
@@ -139,7 +135,7 @@ def test_more_ranks_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     check_files_of_ranks(500)
 
 
-def test_ranks_that_share_too_little_are_told_of() -> None:
+def test_ranks_that_share_too_little_are_told_of():
     host = {"num_cores": 2, "memory": 2**34, "free_memory": 2**31}
     machine = Machine(found=wire.Devices(kind="cpu"), **host)
     for ranks in (None, 1, 8):
@@ -149,7 +145,7 @@ def test_ranks_that_share_too_little_are_told_of() -> None:
         assert f"{ranks} ranks share 2 CPU cores" in text
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"use_port={port}"):
@@ -157,7 +153,7 @@ def test_a_port_that_is_taken() -> None:
     check_port(LaunchConfig(use_port=port))
 
 
-def test_a_port_that_others_listen_on_everywhere() -> None:
+def test_a_port_that_others_listen_on_everywhere():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match="choose another"):
@@ -171,14 +167,14 @@ def launched() -> None:
     launch(lambda: 1, config=LaunchConfig(devices="cpu", num_processes=1))
 
 
-def test_a_platform_that_cannot_end_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_that_cannot_end_ranks(monkeypatch):
     monkeypatch.setattr(processes, "supported", lambda: False)
     with pytest.raises(LaunchError, match="inline"):
         launched()
     assert launch(lambda: 1, config=LaunchConfig(engine="inline")).results == [1]
 
 
-def test_a_current_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_current_folder_that_was_deleted(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -186,7 +182,7 @@ def test_a_current_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.M
         launched()
 
 
-def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_for_temporary_files(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
     with pytest.raises(LaunchError, match="TMPDIR"):
@@ -196,7 +192,7 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         launched()
 
 
-def test_a_call_that_a_container_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_a_container_refuses(monkeypatch):
     def refuse(*_: object) -> int:
         raise PermissionError
 
@@ -211,20 +207,20 @@ def test_a_call_that_a_container_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "timeout", ["3", 0, -1, 0.0, float("nan"), True, [3], float("-inf"), 1j, "x" * 10_000_000]
 )
-def test_a_timeout_that_is_none(timeout: Any) -> None:
+def test_a_timeout_that_is_none(timeout):
     with pytest.raises(ConfigError, match=r"timeout=.*seconds above 0") as caught:
         launch(lambda: 1, config=LaunchConfig(engine="inline"), timeout=timeout)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("block", ["no", 0, 1, None, "yes"])
-def test_a_block_that_is_no_flag(block: Any) -> None:
+def test_a_block_that_is_no_flag(block):
     with pytest.raises(ConfigError, match=r"block=.*True or False"):
         launch(lambda: 1, config=LaunchConfig(engine="inline"), block=block)
 
 
 @pytest.mark.parametrize("timeout", [None, 30, 0.5, float("inf"), np.float32(30), np.int64(30)])
-def test_timeouts_that_are_fine(timeout: Any) -> None:
+def test_timeouts_that_are_fine(timeout):
     config = LaunchConfig(engine="inline")
     assert launch(lambda: 1, config=config, timeout=timeout).results == [1]
 
@@ -242,7 +238,7 @@ except ImportError as error:
 """
 
 
-def test_an_old_torch_is_named_by_a_launch_and_an_import(tmp_path: Path) -> None:
+def test_an_old_torch_is_named_by_a_launch_and_an_import(tmp_path):
     metadata = tmp_path / "torch-2.6.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0+cu124\n")

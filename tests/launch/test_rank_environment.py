@@ -9,7 +9,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.rank_environment import num_threads_of, rank_environment
 
 
-def test_whose_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_word_counts(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -25,7 +25,7 @@ def test_whose_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["A"], found["NCCL_SOCKET_IFNAME"]) == ("2", "engine")
 
 
-def test_what_a_kernel_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_keeps_to_itself(monkeypatch):
     gone = ("JPY_PARENT_PID", "PYDEVD_USE_FRAME_EVAL", "MPLBACKEND", "RANK", "ROLE_RANK")
     gone += ("TORCHELASTIC_RUN_ID",)
     kept = ("ROLE_ARN", "GROUP_ID", "IPYTHONDIR", "HOME_OF_RANK", "TORCHELASTIC_ENABLE_FILE_TIMER")
@@ -41,8 +41,8 @@ def test_what_a_kernel_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, [2, 0], "2,0"), ("5,7,9", [2, 0], "9,5"), ("GPU-a,GPU-b", [1], "GPU-b")],
 )
 def test_devices_are_counted_among_those_that_the_notebook_sees(
-    visible: str | None, devices: list[int], seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    visible, devices, seen, monkeypatch
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -59,15 +59,13 @@ def test_devices_are_counted_among_those_that_the_notebook_sees(
         ({"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, "1"),
     ],
 )
-def test_what_a_scheduler_has_set_for_amd_devices_counts_once(
-    given: dict[str, str], seen: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_scheduler_has_set_for_amd_devices_counts_once(given, seen, monkeypatch):
     for name, text in given.items():
         monkeypatch.setenv(name, text)
     assert rank_environment(LaunchConfig(devices=[1])).get("HIP_VISIBLE_DEVICES") == seen
 
 
-def test_the_cpu_is_named_for_code_that_asks_accelerate() -> None:
+def test_the_cpu_is_named_for_code_that_asks_accelerate():
     found = rank_environment(LaunchConfig(devices="cpu"))
     assert found["ACCELERATE_USE_CPU"] == "true"
     mine = LaunchConfig(devices="cpu", env={"ACCELERATE_USE_CPU": "mine"})
@@ -81,15 +79,13 @@ def test_the_cpu_is_named_for_code_that_asks_accelerate() -> None:
         *((text, 0, f"'{text}' hides all.*devices='cpu'") for text in ("", "-1", " -1,0")),
     ],
 )
-def test_a_device_that_the_notebook_does_not_see(
-    visible: str, device: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_the_notebook_does_not_see(visible, device, said, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError, match=rf"devices=\[{device}\].*{said}"):
         rank_environment(LaunchConfig(devices=[device]))
 
 
-def test_threads_are_shared_among_the_ranks() -> None:
+def test_threads_are_shared_among_the_ranks():
     cores = len(os.sched_getaffinity(0))
     assert num_threads_of({}, 1) == cores
     assert num_threads_of({}, 10 * cores) == 1

@@ -82,7 +82,7 @@ def stopped(**kwargs: Any) -> Run:
 @pytest.mark.parametrize(
     "fsdp", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ddp", "fsdp"]
 )
-def test_a_stopped_run_goes_on_to_the_bit(fsdp: bool) -> None:
+def test_a_stopped_run_goes_on_to_the_bit(fsdp):
     whole = start(kwargs={"fsdp": fsdp}).results
     run = stopped(fsdp=fsdp)
     done = run.state.ranks[0].steps
@@ -175,8 +175,8 @@ def interrupted(folder: Path, *args: Any) -> Run:
     [("forward", 1, 6, 6), ("backward", 1, 6, 6), ("test", 1, 7, 7), ("forward", 4, 4, 1)],
 )
 def test_an_interrupted_run_goes_on_after_its_last_step(
-    where: str, num_accumulated: int, done: int, steps: int, tmp_path: Path
-) -> None:
+    where, num_accumulated, done, steps, tmp_path
+):
     config = LaunchConfig(num_processes=2)
     whole = launch(step_by_step, (str(tmp_path), "", num_accumulated), config=config)
     run = interrupted(tmp_path, where, num_accumulated)
@@ -197,7 +197,7 @@ def test_an_interrupted_run_goes_on_after_its_last_step(
     assert "is of an interrupt: what is drawn from now on (dropout, augmentation)" in inexact
 
 
-def test_an_interrupt_within_a_step_is_told(tmp_path: Path) -> None:
+def test_an_interrupt_within_a_step_is_told(tmp_path):
     run = interrupted(tmp_path, "step")
     torn = "within step 7, which some weights may have made and others not"
     assert run.rescued.step == 6
@@ -208,7 +208,7 @@ def test_an_interrupt_within_a_step_is_told(tmp_path: Path) -> None:
     assert "begins at batch 6: " in again.state.notices[1]
 
 
-def test_a_new_rate_wins_and_the_schedule_keeps_its_place(tmp_path: Path) -> None:
+def test_a_new_rate_wins_and_the_schedule_keeps_its_place(tmp_path):
     run = stopped(own=str(tmp_path / "first"))
     done = run.state.ranks[0].steps
     asked = {"kwargs": {"own": str(tmp_path / "second")}, "resume": folder_to_resume(run)}
@@ -220,9 +220,7 @@ def test_a_new_rate_wins_and_the_schedule_keeps_its_place(tmp_path: Path) -> Non
         assert one["rates"] == pytest.approx(expected)
 
 
-def test_the_newest_checkpoint_of_a_run_or_a_folder_goes_before_the_functions_own(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_checkpoint_of_a_run_or_a_folder_goes_before_the_functions_own(tmp_path):
     own, other = str(tmp_path / "own"), str(tmp_path / "other")
     run = start(kwargs={"own": own})
     assert folder_to_resume(run) == run.state.checkpoint == f"{own}/checkpoint_0"
@@ -233,7 +231,7 @@ def test_the_newest_checkpoint_of_a_run_or_a_folder_goes_before_the_functions_ow
         assert one["losses"] == whole["losses"][NUM_BATCHES:]
 
 
-def test_shapes_that_differ_are_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_shapes_that_differ_are_named_and_nothing_is_loaded(tmp_path):
     run = start(kwargs={"own": str(tmp_path)})
     with pytest.raises(WorkerError) as caught:
         start(kwargs={"width": 8}, resume=folder_to_resume(run))
@@ -242,7 +240,7 @@ def test_shapes_that_differ_are_named_and_nothing_is_loaded(tmp_path: Path) -> N
     assert "size mismatch for 0.weight: (16, 8) there, (8, 8) in the model" in text
 
 
-def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_gone_on_from_is_refused(tmp_path):
     run = start()
     for source, words in [
         (run, "It wrote no checkpoint"),
@@ -287,7 +285,7 @@ def learning(**kwargs: Any) -> Run:
     return run
 
 
-def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path: Path) -> None:
+def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path):
     run = learning(folder=str(tmp_path))
     other = run.clone(warm=True, rate=0.001, pause=0.0, steps=10, tag="new")
     assert other.name.startswith("rate=0.001")
@@ -307,7 +305,7 @@ def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path: Path) -> N
     assert twin[0]["losses"][begun] == first["losses"][0]
 
 
-def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing() -> None:
+def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing():
     run = learning()
     run.stop()
     clone = run.clone(block=True, rate=0.5, steps=4)
@@ -339,7 +337,7 @@ def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing() -> None:
         small.clone(warm=True)
 
 
-def test_other_processes_see_a_pause() -> None:
+def test_other_processes_see_a_pause():
     def listed() -> str:
         command = [sys.executable, "-m", "notebook_accel", "runs"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -35,9 +35,7 @@ def run_in(root: Path) -> Run:
     return Run(Call(new))
 
 
-def test_runs_that_begin_at_once_in_two_threads_are_both_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_begin_at_once_in_two_threads_are_both_listed(tmp_path, monkeypatch):
     first, second = run_in(tmp_path), run_in(tmp_path)
     other = threading.Thread(target=run_list.add, args=(second,))
 
@@ -55,9 +53,7 @@ def test_runs_that_begin_at_once_in_two_threads_are_both_listed(
     assert {*run_list.runs()} == {first, second}
 
 
-def test_a_run_whose_kernel_ends_while_it_is_read_has_its_own_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_kernel_ends_while_it_is_read_has_its_own_end(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     folder = RunFolder.make()
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
@@ -72,9 +68,7 @@ def test_a_run_whose_kernel_ends_while_it_is_read_has_its_own_end(
     assert run_list.find_run(folder.id).status == "succeeded"
 
 
-def test_metrics_that_are_too_large_are_refused_and_still_plotted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_that_are_too_large_are_refused_and_still_plotted(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     folder = RunFolder.make()
     folder.save(starting(run=folder.id, name="train", world_size=1, started=0.0))
@@ -97,9 +91,7 @@ def grow(path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_fifo_in_the_folder_of_one_run_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fifo_in_the_folder_of_one_run_holds_up_no_other(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     monkeypatch.setattr(run_list, "_known", [])
     odd, good = RunFolder.make(), RunFolder.make()

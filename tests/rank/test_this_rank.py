@@ -3,7 +3,6 @@
 import contextvars
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from notebook_accel.rank.this_rank import DeviceMemory, LaunchedContext, RankCon
 
 
 @pytest.fixture(autouse=True)
-def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nobody_yet(monkeypatch):
     """A process in which nobody has asked who it is."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -47,7 +46,7 @@ def launched(
 # ---- who -----------------------------------------------------------------------------------
 
 
-def test_a_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_torchrun(monkeypatch):
     for name, value in {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
     context = current()
@@ -55,7 +54,7 @@ def test_a_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (context.local_rank, context.local_world_size) == (1, 4)
 
 
-def test_a_rank_of_a_launcher_that_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_a_launcher_that_says_less(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     context = RankContext.from_environment()
@@ -75,7 +74,7 @@ def in_thread(context: contextvars.Context | None = None) -> RankContext:
     return found[0]
 
 
-def test_threads_of_a_rank_are_that_rank() -> None:
+def test_threads_of_a_rank_are_that_rank():
     context, _, _ = launched()
     enter(context)
     assert current() is context
@@ -83,7 +82,7 @@ def test_threads_of_a_rank_are_that_rank() -> None:
     assert in_thread(contextvars.Context()) is context
 
 
-def test_ranks_that_are_threads() -> None:
+def test_ranks_that_are_threads():
     found: dict[int, RankContext] = {}
 
     def be(number: int) -> None:
@@ -102,7 +101,7 @@ def test_ranks_that_are_threads() -> None:
     assert not current().launched
 
 
-def test_first_questions_from_many_threads_get_one_answer() -> None:
+def test_first_questions_from_many_threads_get_one_answer():
     barrier = threading.Barrier(8)
     found = []
 
@@ -128,7 +127,7 @@ def _in_child(act: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_forked_child_knows_its_rank_and_says_nothing() -> None:
+def test_a_forked_child_knows_its_rank_and_says_nothing():
     context, told, _ = launched()
     enter(context)
 
@@ -147,7 +146,7 @@ def test_a_forked_child_knows_its_rank_and_says_nothing() -> None:
 # ---- what it says --------------------------------------------------------------------------
 
 
-def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
+def test_values_of_any_kind_of_number_are_told_as_floats():
     import numpy as np
     import torch
 
@@ -159,7 +158,7 @@ def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
     encode(told[0])
 
 
-def test_a_step_is_a_whole_number_that_a_message_can_carry() -> None:
+def test_a_step_is_a_whole_number_that_a_message_can_carry():
     import numpy as np
 
     context, told, _ = launched()
@@ -172,7 +171,7 @@ def test_a_step_is_a_whole_number_that_a_message_can_carry() -> None:
             context.metric({}, step)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops() -> None:
+def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops():
     context = RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1)
     context.metric({"loss": 1.0}, 1)
     context.report(wire.Bar, bar=1, name="b", n=1)
@@ -185,7 +184,7 @@ def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops() -> None:
 # ---- counting ------------------------------------------------------------------------------
 
 
-def test_batches_of_several_passes() -> None:
+def test_batches_of_several_passes():
     context, _, board = launched()
     row = board.row(1)
     seen = []
@@ -208,7 +207,7 @@ def test_batches_of_several_passes() -> None:
     assert board.row(0).batches == 0
 
 
-def test_steps_and_the_memory_now_and_then() -> None:
+def test_steps_and_the_memory_now_and_then():
     context, _, board = launched()
     asked = []
 

@@ -18,7 +18,7 @@ def _press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_is_raised_at_the_end_of_the_block() -> None:
+def test_an_interrupt_is_raised_at_the_end_of_the_block():
     done = []
 
     def work() -> None:
@@ -32,7 +32,7 @@ def test_an_interrupt_is_raised_at_the_end_of_the_block() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_one_more_than_patience_is_raised_at_once() -> None:
+def test_one_more_than_patience_is_raised_at_once():
     done = []
 
     def work() -> None:
@@ -47,7 +47,7 @@ def test_one_more_than_patience_is_raised_at_once() -> None:
     assert done == ["held"]
 
 
-def test_without_a_limit_all_are_counted() -> None:
+def test_without_a_limit_all_are_counted():
     done = []
 
     def work() -> None:
@@ -61,7 +61,7 @@ def test_without_a_limit_all_are_counted() -> None:
     assert done == [1, 2, 3, 4, 5]
 
 
-def test_inside_of_another_the_outer_one_counts() -> None:
+def test_inside_of_another_the_outer_one_counts():
     done = []
 
     def work() -> None:
@@ -75,12 +75,12 @@ def test_inside_of_another_the_outer_one_counts() -> None:
     assert done == [1]
 
 
-def test_an_error_of_the_block_stays_when_nobody_pressed() -> None:
+def test_an_error_of_the_block_stays_when_nobody_pressed():
     with pytest.raises(ValueError, match="mine"), held():
         raise ValueError("mine")
 
 
-def test_in_another_thread_nothing_changes() -> None:
+def test_in_another_thread_nothing_changes():
     handlers = []
 
     def look() -> None:
@@ -93,9 +93,7 @@ def test_in_another_thread_nothing_changes() -> None:
     assert handlers == [(signal.default_int_handler, 0)]
 
 
-def test_an_interrupt_right_before_user_code_is_raised_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_right_before_user_code_is_raised_there(monkeypatch):
     """Between the looks at what is held and the change of handlers: it was held to the very end."""
     install = signal.signal
     done: list[bool] = []
@@ -116,7 +114,7 @@ def test_an_interrupt_right_before_user_code_is_raised_there(
     assert not done
 
 
-def test_another_thread_lets_nothing_of_the_main_one_through() -> None:
+def test_another_thread_lets_nothing_of_the_main_one_through():
     """As an inline run in the background, while a cell waits for another run."""
     done: list[bool] = []
 
@@ -136,7 +134,7 @@ def test_another_thread_lets_nothing_of_the_main_one_through() -> None:
     assert done == [True]
 
 
-def test_no_interrupt_of_those_who_wait_keeps_a_latch_shut() -> None:
+def test_no_interrupt_of_those_who_wait_keeps_a_latch_shut():
     """An Event does not pass: one of some hundred interrupts leaves its lock locked."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -159,7 +157,7 @@ def _interrupt_waiting(latch: Latch) -> None:
             latch.wait(0.00002)
 
 
-def test_a_latch_wakes_who_waits() -> None:
+def test_a_latch_wakes_who_waits():
     latch = Latch()
     threading.Timer(0.05, latch.set).start()
     began = time.monotonic()

@@ -7,18 +7,12 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accel.system.modules import change_module, import_path, own_modules
 
-if TYPE_CHECKING:
-    import pytest
 
-
-def test_a_module_that_was_only_looked_for_is_changed_once_it_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_was_only_looked_for_is_changed_once_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "looked_for.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     finders = list(sys.meta_path)
@@ -36,8 +30,8 @@ def test_a_module_that_was_only_looked_for_is_changed_once_it_is_imported(
 
 
 def test_a_folder_that_was_left_is_the_notebooks_own_also_below_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "left_behind.py").write_text("")
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))  # as /usr has /usr/src/app
@@ -53,9 +47,7 @@ def test_a_folder_that_was_left_is_the_notebooks_own_also_below_the_environment(
     assert not [folder for folder in import_path()[len(sys.path) :] if "site-packages" in folder]
 
 
-def test_libraries_outside_of_the_environment_are_not_the_persons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_libraries_outside_of_the_environment_are_not_the_persons(monkeypatch):
     """As ``pip install --user`` has them: a search of all they hold took seconds a launch."""
     for name, folder in {"mine": "/home/me", "theirs": "/home/me/.local/lib/site-packages"}.items():
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

@@ -53,11 +53,11 @@ print("told")
 """
 
 
-def test_a_kernel_that_has_no_descriptor_left_names_the_limit() -> None:
+def test_a_kernel_that_has_no_descriptor_left_names_the_limit():
     assert run_script(_LEAKY) == "told\n"
 
 
-def test_the_check_leaves_nothing_open() -> None:
+def test_the_check_leaves_nothing_open():
     before = open_descriptors()
     check_open_files()
     assert not open_descriptors() - before

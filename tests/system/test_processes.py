@@ -58,12 +58,12 @@ assert time.process_time() - begin < 1.0
 """
 
 
-def test_three_hundred_zombies_are_cleared_at_once() -> None:
+def test_three_hundred_zombies_are_cleared_at_once():
     # A small process: each fork of one that has run tests for minutes copies its large page table.
     run_script(ZOMBIES)
 
 
-def test_kept_children_keep_what_is_below_them() -> None:
+def test_kept_children_keep_what_is_below_them():
     def with_a_child() -> None:
         fork()
         time.sleep(600)
@@ -84,7 +84,7 @@ def test_kept_children_keep_what_is_below_them() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_a_child_of_another_user_is_left_alone() -> None:
+def test_a_child_of_another_user_is_left_alone():
     reader, writer = os.pipe()
 
     def act() -> bool:
@@ -101,7 +101,7 @@ def test_a_child_of_another_user_is_left_alone() -> None:
     assert was_right
 
 
-def test_whether_there_are_children() -> None:
+def test_whether_there_are_children():
     def act() -> bool:
         if has_children():
             return False
@@ -125,13 +125,11 @@ def test_whether_there_are_children() -> None:
         (None, 41, "was killed by signal 41"),
     ],
 )
-def test_how_a_process_ended_in_words(exitcode: int | None, number: int | None, text: str) -> None:
+def test_how_a_process_ended_in_words(exitcode, number, text):
     assert describe_exit(exitcode, number) == text
 
 
-def test_a_path_among_the_folders_of_modules_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_path_among_the_folders_of_modules_is_passed_over(monkeypatch):
     """Its text would be no Python in the process that is started with it."""
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere"), "/here"])
     *_, code = python_code("pass")

@@ -10,8 +10,6 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from notebook_accel.system import processes
 
 _RUN = "20260101-000000-beef00"
@@ -30,7 +28,7 @@ def _leave(said: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_a_killed_process(monkeypatch):
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         context = multiprocessing.get_context("fork")

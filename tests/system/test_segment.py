@@ -7,11 +7,11 @@ from notebook_accel.system.segment import attach, seal
 
 
 @pytest.fixture
-def parts() -> tuple[memoryview, ...]:
+def parts():
     return tuple(memoryview(bytes([number]) * size) for number, size in enumerate((100, 0, 3, 64)))
 
 
-def test_nobody_can_change_a_sealed_segment(parts: tuple[memoryview, ...]) -> None:
+def test_nobody_can_change_a_sealed_segment(parts):
     fd = seal(parts)
     with pytest.raises(PermissionError):
         os.pwrite(fd, b"x", 0)
@@ -22,7 +22,7 @@ def test_nobody_can_change_a_sealed_segment(parts: tuple[memoryview, ...]) -> No
     os.close(fd)
 
 
-def test_what_could_shrink_or_is_too_short_is_not_mapped(parts: tuple[memoryview, ...]) -> None:
+def test_what_could_shrink_or_is_too_short_is_not_mapped(parts):
     open_segment = os.memfd_create("open")
     os.ftruncate(open_segment, 64)
     with pytest.raises(ValueError, match="no sealed"):

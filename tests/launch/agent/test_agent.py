@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.waiting import eventually
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[AgentByHand]:
+def agent(tmp_path):
     with agent_by_hand(tmp_path) as agent:
         yield agent
 
@@ -52,7 +51,7 @@ def sleeps() -> None:
 # ---- start and end -----------------------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_entered_fails_the_call(agent: AgentByHand) -> None:
+def test_a_folder_that_cannot_be_entered_fails_the_call(agent):
     agent.launch(1, directory="/no/such folder")
     agent.call(os.getcwd, last=True)
     raised = agent.wait_for(wire.Raised)
@@ -60,9 +59,7 @@ def test_a_folder_that_cannot_be_entered_fails_the_call(agent: AgentByHand) -> N
     assert raised.type_name == "LaunchError"
 
 
-def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call(
-    agent: AgentByHand,
-) -> None:
+def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call(agent):
     def find_port() -> None:
         assert os.environ["MASTER_PORT"] == "4321"
 
@@ -75,7 +72,7 @@ def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call
     agent.wait_for(wire.Returned)
 
 
-def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes() -> None:
+def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes():
     def name_output() -> None:
         current().notice(os.readlink("/proc/self/fd/1"))
 
@@ -91,7 +88,7 @@ def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes() -> None:
         agent.close()
 
 
-def test_output_comes_before_the_end_of_its_call(agent: AgentByHand) -> None:
+def test_output_comes_before_the_end_of_its_call(agent):
     agent.launch(1)
     agent.call(lambda: print("last words"), last=True)
     heard = agent.until_its_end()
@@ -100,7 +97,7 @@ def test_output_comes_before_the_end_of_its_call(agent: AgentByHand) -> None:
     assert heard.index(output) < [type(message) for message in heard].index(wire.Returned)
 
 
-def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent: AgentByHand) -> None:
+def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent):
     def hear() -> None:
         from notebook_accel.launch.worker import groups
 
@@ -123,7 +120,7 @@ def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent: A
 # ---- an end that somebody asks for ---------------------------------------------------------------
 
 
-def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent: AgentByHand) -> None:
+def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent):
     def go_on() -> None:
         threading.Thread(target=time.sleep, args=(600,)).start()
 
@@ -135,7 +132,7 @@ def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent: AgentByH
     assert (end.signal, end.ended_by_agent) == (signal.SIGTERM, True)
 
 
-def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent: AgentByHand) -> None:
+def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent):
     def leave() -> None:
         print("ready", flush=True)
         while not current().should_stop():
@@ -169,7 +166,7 @@ def failures(agent: AgentByHand, num_ranks: int) -> dict[int | None, str]:
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["last call", "session"])
-def test_a_victim_is_ended_and_said_to_be_one(agent: AgentByHand, last: bool) -> None:
+def test_a_victim_is_ended_and_said_to_be_one(agent, last):
     agent.launch(3)
     agent.call(lambda: raises() if os.environ["RANK"] == "1" else sleeps(), last=last)
     how = "ended by us" if last else "interrupted by us"
@@ -177,21 +174,19 @@ def test_a_victim_is_ended_and_said_to_be_one(agent: AgentByHand, last: bool) ->
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["last call", "session"])
-def test_a_rank_that_comes_late_to_the_function_fails_by_itself(
-    agent: AgentByHand, last: bool
-) -> None:
+def test_a_rank_that_comes_late_to_the_function_fails_by_itself(agent, last):
     agent.launch(3)
     agent.call(raises, SlowToUnpickle(0.7), last=last)
     assert failures(agent, 3) == {0: "exception", 1: "exception", 2: "exception"}
 
 
-def test_a_rank_that_never_comes_to_the_function_is_not_waited_for(agent: AgentByHand) -> None:
+def test_a_rank_that_never_comes_to_the_function_is_not_waited_for(agent):
     agent.launch(3)
     agent.call(raises, SlowToUnpickle(600.0), last=True)
     assert failures(agent, 3) == {0: "exception", 1: "exception", 2: "ended by us"}
 
 
-def test_a_failure_elsewhere_ends_the_call_here(agent: AgentByHand) -> None:
+def test_a_failure_elsewhere_ends_the_call_here(agent):
     agent.launch(2, world_size=3)
     agent.call(sleeps, last=True)
     agent.all_of(wire.CallStarted, 2)
@@ -199,7 +194,7 @@ def test_a_failure_elsewhere_ends_the_call_here(agent: AgentByHand) -> None:
     assert failures(agent, 2) == {0: "ended by us", 1: "ended by us"}
 
 
-def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent: AgentByHand) -> None:
+def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent):
     pid = agent.launch(1).pids[0]
     agent.wait_for(wire.RankReady)
     # So that it finds both at once, the end first.
@@ -214,9 +209,7 @@ def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent: Age
     assert agent.wait_for(wire.RankEnded).signal == signal.SIGKILL
 
 
-def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
-    agent: AgentByHand,
-) -> None:
+def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(agent):
     # With ranks elsewhere, the agent says so at once where it takes a death for a failure.
     pids = agent.launch(2, world_size=3).pids
     agent.call(lambda: None if os.environ["RANK"] == "1" else sleeps())
@@ -226,7 +219,7 @@ def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
     assert not any(isinstance(message, wire.RankFailed) for message in agent.heard)
 
 
-def test_a_value_that_is_logged_alone_comes_at_once(agent: AgentByHand) -> None:
+def test_a_value_that_is_logged_alone_comes_at_once(agent):
     def logs() -> None:
         current().metric({"loss": 1.0})
         sleeps()
@@ -237,7 +230,7 @@ def test_a_value_that_is_logged_alone_comes_at_once(agent: AgentByHand) -> None:
     assert metric.values == {"loss": 1.0}
 
 
-def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent: AgentByHand) -> None:
+def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent):
     def logs() -> None:
         for step in range(3):
             current().metric({"loss": 1.0}, step)

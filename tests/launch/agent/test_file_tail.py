@@ -2,7 +2,6 @@
 
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,14 @@ class Growing:
 
 
 @pytest.fixture
-def growing(tmp_path: Path) -> Iterator[Growing]:
+def growing(tmp_path):
     growing = Growing(tmp_path / "log")
     yield growing
     growing.file.close()
     growing.tail._file.close()
 
 
-def test_what_is_new_comes_once(growing: Growing) -> None:
+def test_what_is_new_comes_once(growing):
     assert growing.tail.read() == ("", 0)
     assert growing.then("one\n") == ("one\n", 0)
     assert growing.tail.read() == ("", 0)
@@ -41,7 +40,7 @@ def test_what_is_new_comes_once(growing: Growing) -> None:
     assert growing.then("ee") == ("ee", 0)
 
 
-def test_any_text_cut_anywhere(growing: Growing) -> None:
+def test_any_text_cut_anywhere(growing):
     draw = random.Random(0)
     text = "".join(draw.choices("aü€🤗\n\r", k=300))
     data, arrived = text.encode(), ""
@@ -52,7 +51,7 @@ def test_any_text_cut_anywhere(growing: Growing) -> None:
     assert arrived == text
 
 
-def test_of_a_flood_the_newest_lines_come_and_the_others_are_counted(growing: Growing) -> None:
+def test_of_a_flood_the_newest_lines_come_and_the_others_are_counted(growing):
     lines = [f"line {n}\n" for n in range(20_000)]
     text, skipped = growing.then("".join(lines))
     shown = text.splitlines(keepends=True)
@@ -63,7 +62,7 @@ def test_of_a_flood_the_newest_lines_come_and_the_others_are_counted(growing: Gr
 
 
 @pytest.mark.parametrize("before", ["", "short\n" * 3])
-def test_a_line_that_is_longer_than_all_that_is_shown(growing: Growing, before: str) -> None:
+def test_a_line_that_is_longer_than_all_that_is_shown(growing, before):
     text, skipped = growing.then(before + "€" * 200_000)
     mark = "[notebook-accel: a part of this line is in the rank's log only] "
     assert text.startswith(mark)
@@ -73,7 +72,7 @@ def test_a_line_that_is_longer_than_all_that_is_shown(growing: Growing, before: 
     assert skipped == before.count("\n")
 
 
-def test_a_file_that_was_cut_short_is_read_from_its_start(growing: Growing) -> None:
+def test_a_file_that_was_cut_short_is_read_from_its_start(growing):
     assert growing.then("one\ntwo, and no newli") == ("one\ntwo, and no newli", 0)
     # What `echo warning > /dev/stderr` in a program does to the file that its stderr is.
     subprocess.run(["sh", "-c", f"echo warning > {growing.file.name}"], check=True)

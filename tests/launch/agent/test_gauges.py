@@ -28,8 +28,8 @@ DEVICES = pytest.mark.parametrize(
 
 @DEVICES
 def test_a_device_that_may_be_another_one_is_not_shown(
-    machine: list[str], called: str, is_pci_order: bool, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    machine, called, is_pci_order, shown, monkeypatch
+):
     """A stand-in for nvidia-ml-py, by its names, since NVML answers only where a device is."""
 
     monkeypatch.setattr(gauges, "_nvml", lambda: nvml_of(machine))
@@ -66,7 +66,7 @@ def read(one: Gauges) -> None:
             thread.join(10)
 
 
-def test_a_driver_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     answer = threading.Event()
 
     def hang() -> Any:
@@ -96,9 +96,7 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
         (True, (7,), 100),
     ],
 )
-def test_memory_in_containers_and_on_parts_of_devices(
-    is_inside: bool, pids: tuple[int, ...], memory: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_in_containers_and_on_parts_of_devices(is_inside, pids, memory, monkeypatch):
     def unsupported(handle: int) -> Any:
         raise RuntimeError("Not Supported")
 
@@ -119,7 +117,7 @@ def test_memory_in_containers_and_on_parts_of_devices(
     ) == ("A100", None, memory)
 
 
-def test_without_nvml_a_device_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvml_a_device_has_no_name(monkeypatch):
     monkeypatch.setattr(gauges, "_nvml", lambda: None)
     for called in ("0", "GPU-0", "MIG-0"):
         one = gauges_of(called, monkeypatch)
@@ -131,9 +129,7 @@ def test_without_nvml_a_device_has_no_name(monkeypatch: pytest.MonkeyPatch) -> N
     ("visible", "rank", "called"),
     [(None, 1, "1"), ("4,5", 1, "5"), ("4,5", 2, "4"), ("4, GPU-5", 1, "GPU-5"), ("", 0, None)],
 )
-def test_ranks_have_the_visible_devices_in_turn(
-    visible: str | None, rank: int, called: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_have_the_visible_devices_in_turn(visible, rank, called, monkeypatch):
     monkeypatch.setattr(os.path, "exists", lambda _: True)
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert Gauges(environment, rank, 1).nvidia == called

@@ -3,9 +3,8 @@
 import gc
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.payload import pack
 from notebook_accel.launch.run import Run
-from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
+from tests.launch.control.played import SECONDS, PlayedAgent, played
 from tests.waiting import eventually
 
 # Of a call that is stopped or over before it: on a busy machine the test is late by less.
@@ -26,7 +25,7 @@ STOPPED_BEFORE = 3.0
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[PlayedRun]:
+def run(tmp_path):
     """Two ranks behind one agent."""
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         yield run
@@ -66,9 +65,7 @@ def ended_by_a_finalizer(call: Call, during: Callable[..., Any]) -> Callable[...
 
 
 @pytest.mark.parametrize("where", ["the state", "what comes", "what goes"])
-def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(
-    where: str, run: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(where, run, monkeypatch):
     """It runs wherever Python collects garbage, in the middle of what the thread does."""
     (agent,) = run.agents
     call, channel = run.begin_call(), agent.link.channel
@@ -99,9 +96,7 @@ class OfAnotherVersion:
         return operator.getitem, ({}, "missing")
 
 
-def test_a_result_that_cannot_be_made_here_says_why_and_not_that_there_is_none(
-    run: PlayedRun,
-) -> None:
+def test_a_result_that_cannot_be_made_here_says_why_and_not_that_there_is_none(run):
     (agent,) = run.agents
     call = run.begin_call()
     handle = listed(call)
@@ -117,9 +112,7 @@ def test_a_result_that_cannot_be_made_here_says_why_and_not_that_there_is_none(
     assert handle.results == [None, None]
 
 
-def test_the_error_names_its_own_run_whatever_was_launched_since(
-    run: PlayedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_its_own_run_whatever_was_launched_since(run, tmp_path, monkeypatch):
     monkeypatch.setattr(run_list, "_known", [])
     monkeypatch.setattr(run_list, "_MAX_RUNS", 1)
     (agent,) = run.agents
@@ -140,7 +133,7 @@ def test_the_error_names_its_own_run_whatever_was_launched_since(
         older.wait()
 
 
-def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run: PlayedRun) -> None:
+def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run):
     call = run.begin_call()
     [agent] = run.agents
     run.folder.remove()
@@ -153,7 +146,7 @@ def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run: PlayedRun) ->
     assert "were deleted while it went on" in notice
 
 
-def test_the_view_draws_five_times_a_second_at_most(run: PlayedRun) -> None:
+def test_the_view_draws_five_times_a_second_at_most(run):
     (agent,) = run.agents
     call = run.begin_call()
     began = time.monotonic()
@@ -172,7 +165,7 @@ def test_the_view_draws_five_times_a_second_at_most(run: PlayedRun) -> None:
     assert step > len(run.view.drawn)
 
 
-def test_nothing_new_draws_nothing(run: PlayedRun) -> None:
+def test_nothing_new_draws_nothing(run):
     (agent,) = run.agents
     call = run.begin_call()
     agent.tell(wire.CallStarted, rank=0)
@@ -188,7 +181,7 @@ def test_nothing_new_draws_nothing(run: PlayedRun) -> None:
     assert len(run.view.drawn) == number
 
 
-def test_a_stop_then_a_harder_one(run: PlayedRun) -> None:
+def test_a_stop_then_a_harder_one(run):
     (agent,) = run.agents
     call = run.begin_call()
     agent.next()
@@ -208,7 +201,7 @@ def test_a_stop_then_a_harder_one(run: PlayedRun) -> None:
     assert agent.says_nothing_new(), "who has ended is not told to"
 
 
-def test_a_run_that_was_killed_says_so(run: PlayedRun) -> None:
+def test_a_run_that_was_killed_says_so(run):
     (agent,) = run.agents
     call = run.begin_call()
     handle = listed(call)
@@ -220,7 +213,7 @@ def test_a_run_that_was_killed_says_so(run: PlayedRun) -> None:
         handle.wait()
 
 
-def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
+def test_a_time_out_stops_and_then_presses(run):
     (agent,) = run.agents
     call = run.begin_call(timeout=0.1)
     handle = listed(call)
@@ -238,7 +231,7 @@ def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
         handle.wait()
 
 
-def test_what_was_stopped_before_its_time_was_over_was_stopped(run: PlayedRun) -> None:
+def test_what_was_stopped_before_its_time_was_over_was_stopped(run):
     (agent,) = run.agents
     call = run.begin_call(timeout=STOPPED_BEFORE)
     handle = listed(call)
@@ -255,7 +248,7 @@ def test_what_was_stopped_before_its_time_was_over_was_stopped(run: PlayedRun) -
         handle.wait()
 
 
-def test_a_stop_while_processes_exit_takes_no_result_back(run: PlayedRun) -> None:
+def test_a_stop_while_processes_exit_takes_no_result_back(run):
     (agent,) = run.agents
     call = run.begin_call(last=True, timeout=STOPPED_BEFORE)
     handle = listed(call)

@@ -91,11 +91,11 @@ def told(answers: dict[int, Any], num_ranks: int = 2) -> str:
         (answer((SUM, "[4]"), done=1), answer(), ""),
     ],
 )
-def test_the_first_number_at_which_two_ranks_differ(first: Any, second: Any, text: str) -> None:
+def test_the_first_number_at_which_two_ranks_differ(first, second, text):
     assert told({0: first, 1: second}) == text
 
 
-def test_only_the_ranks_of_a_group_are_waited_for() -> None:
+def test_only_the_ranks_of_a_group_are_waited_for():
     of_group: Any = {"group": "5 nccl", "ranks": (0, 2)}
     answers = {0: answer((SUM, "[4]"), **of_group), 1: answer(), 2: answer()}
     found = differences(answers, 3)
@@ -119,13 +119,13 @@ def placed(answers: dict[int, Any], num_ranks: int = 2) -> list[tuple[str, str]]
     return [(one.operation, one.own_line.removeprefix("Cell In[4], ")) for one in found]
 
 
-def test_a_rank_waits_at_the_collective_that_it_began() -> None:
+def test_a_rank_waits_at_the_collective_that_it_began():
     ahead = answer((SUM, "[3]"), (SUM, "[4]"), (SHARE, "[4]"), done=1)
     answers = {0: ahead, 1: answer((SUM, "[3]"), done=1)}
     assert placed(answers) == [(SUM, "line 12"), ("", "line 30")]
 
 
-def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told() -> None:
+def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told():
     begun = wire.Collective(
         group="0 nccl",
         number=1,
@@ -137,7 +137,7 @@ def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told() -> None
     assert placed(answers)[0] == (SUM, "line 30")
 
 
-def test_a_send_or_receive_waits_until_its_counterpart_is_begun() -> None:
+def test_a_send_or_receive_waits_until_its_counterpart_is_begun():
     def point(kind: str, peer: int) -> Any:
         (one,) = answer((f"{kind} rank {peer}", "[3]")).begun
         return wire.Collectives(begun=(msgspec.structs.replace(one, peer=peer),))
@@ -151,7 +151,7 @@ def test_a_send_or_receive_waits_until_its_counterpart_is_begun() -> None:
     assert placed(other) == [(receives, "line 11"), (SUM, "line 11")]
 
 
-def test_a_watch_waits_for_the_collectives_of_all_ranks() -> None:
+def test_a_watch_waits_for_the_collectives_of_all_ranks():
     watch, state, now = HangWatch({CELL: "Cell In[4]"}), running(2), 100.0
     for rank in (0, 1):
         state = after(state, wire.Sample(rank=rank, usage=wire.Usage(cpu=100 if rank == 0 else 0)))

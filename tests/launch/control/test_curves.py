@@ -9,7 +9,7 @@ import pytest
 from notebook_accel.launch.control.curves import Curve, LiveCurves
 
 
-def test_a_short_curve_is_whole() -> None:
+def test_a_short_curve_is_whole():
     curve = Curve()
     for step in range(10):
         curve.add(step * 5, step * step)
@@ -17,7 +17,7 @@ def test_a_short_curve_is_whole() -> None:
     assert curve.last == 81
 
 
-def test_values_without_a_step_are_counted() -> None:
+def test_values_without_a_step_are_counted():
     curve = Curve()
     for value in (3.0, math.nan, 1.0):
         curve.add(None, value)
@@ -26,7 +26,7 @@ def test_values_without_a_step_are_counted() -> None:
 
 
 @pytest.mark.parametrize("number", [257, 1000, 12_345])
-def test_a_long_curve_keeps_its_extent_and_its_peaks(number: int) -> None:
+def test_a_long_curve_keeps_its_extent_and_its_peaks(number):
     random.seed(number)
     curve = Curve()
     values = [random.gauss(0, 1) for _ in range(number)]
@@ -44,7 +44,7 @@ def test_a_long_curve_keeps_its_extent_and_its_peaks(number: int) -> None:
     assert max(gaps) <= number / 40, "as fine at the begin as at the end"
 
 
-def test_a_metric_has_the_curve_of_the_lowest_rank_that_logs_it() -> None:
+def test_a_metric_has_the_curve_of_the_lowest_rank_that_logs_it():
     curves = LiveCurves()
     curves.add(1, 0, {"loss": 2.0, "lr": 0.1})
     curves.add(0, 0, {"loss": 1.0})
@@ -54,7 +54,7 @@ def test_a_metric_has_the_curve_of_the_lowest_rank_that_logs_it() -> None:
     assert curves.version == 3
 
 
-def test_a_begin_that_was_logged_more_often_leaves_room_for_the_rest() -> None:
+def test_a_begin_that_was_logged_more_often_leaves_room_for_the_rest():
     curve = Curve()
     steps = [*range(5_000), *range(5_000, 500_000, 500)]
     for step in steps:
@@ -64,7 +64,7 @@ def test_a_begin_that_was_logged_more_often_leaves_room_for_the_rest() -> None:
     assert max(after - before for before, after in pairwise(xs)) <= 500_000 / 60
 
 
-def test_steps_that_go_back_find_their_place() -> None:
+def test_steps_that_go_back_find_their_place():
     curve = Curve()
     for step in [*range(1_000), *range(1_000)]:
         curve.add(step, float(step))
@@ -75,7 +75,7 @@ def test_steps_that_go_back_find_their_place() -> None:
 
 
 @pytest.mark.parametrize("number", [100, 5_000])
-def test_what_is_not_finite_has_a_place_and_is_counted(number: int) -> None:
+def test_what_is_not_finite_has_a_place_and_is_counted(number):
     curve = Curve()
     for step in range(number):
         is_bad = step == number // 4 or step > number // 2

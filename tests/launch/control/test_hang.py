@@ -101,12 +101,12 @@ def stack(rank: int, frames: Any, *, cpu: int | None = 0) -> RankStack:
         ((("/home/me/train.py", 3, "f"),), 0, "", "train.py, line 3"),
     ],
 )
-def test_where_a_rank_stands(frames: Any, cpu: int, operation: str, line: str) -> None:
+def test_where_a_rank_stands(frames, cpu, operation, line):
     found = stack(0, frames, cpu=cpu)
     assert (found.operation, found.own_line) == (operation, line)
 
 
-def test_a_rank_without_an_answer_and_one_whose_stack_is_cut() -> None:
+def test_a_rank_without_an_answer_and_one_whose_stack_is_cut():
     found = read_stack(1, "the rank did not answer\n", LABELS, cpu=None)
     assert (found.operation, found.own_line, found.is_idle) == ("", "", True)
     deep = "Thread 0x02 (most recent call first):\n" + f'  File "{CELL}", line 5 in f\n' * 100
@@ -117,7 +117,7 @@ def find(*stacks: RankStack, ended: tuple[int, ...] = (), silent: float = 10.0) 
     return find_hang(stacks, ended=ended, silent=silent, since=1000.0)
 
 
-def test_a_rank_that_skips_a_collective() -> None:
+def test_a_rank_that_skips_a_collective():
     hang = find(stack(0, ALL_REDUCE), stack(1, SLEEP))
     assert hang.is_certain
     assert hang.text == (
@@ -131,7 +131,7 @@ def test_a_rank_that_skips_a_collective() -> None:
     assert "line 5 in train" in hang.stacks[1][1]
 
 
-def test_a_save_of_some_ranks_says_to_take_the_if_out() -> None:
+def test_a_save_of_some_ranks_says_to_take_the_if_out():
     hang = find(stack(0, SAVE), stack(1, WAIT_FOR_EVERYONE))
     assert hang.text.startswith(
         "the run hangs: rank 0 waits in save_state at Cell In[4], line 11 (call it on every rank: "
@@ -140,7 +140,7 @@ def test_a_save_of_some_ranks_says_to_take_the_if_out() -> None:
     assert find(stack(0, WRITTEN), stack(1, WRITTEN), silent=300.0) is None
 
 
-def test_ranks_in_different_collectives() -> None:
+def test_ranks_in_different_collectives():
     hang = find(*(stack(rank, ALL_REDUCE) for rank in (0, 1, 3)), stack(2, WAIT_FOR_EVERYONE))
     assert hang.is_certain
     assert "ranks 0-1 and 3 wait in all_reduce at Cell In[4], line 7; rank 2 waits" in hang.text
@@ -148,18 +148,18 @@ def test_ranks_in_different_collectives() -> None:
     assert [ranks for ranks, _ in hang.stacks] == [(0, 1, 3), (2,)]
 
 
-def test_who_waits_for_a_rank_at_work_does_not_hang() -> None:
+def test_who_waits_for_a_rank_at_work_does_not_hang():
     hang = find(stack(0, ALL_REDUCE), stack(1, SLEEP, cpu=98))
     assert not hang.is_certain
     assert hang.text.startswith("ranks wait for others, which are at work: rank 0 waits in all_red")
 
 
-def test_nobody_waits() -> None:
+def test_nobody_waits():
     assert find(stack(0, SLEEP), stack(1, SLEEP)) is None
     assert find(stack(0, BACKWARD, cpu=90), stack(1, SLEEP)) is None
 
 
-def test_one_collective_of_all_may_take_its_time() -> None:
+def test_one_collective_of_all_may_take_its_time():
     both = (stack(0, ALL_REDUCE), stack(1, ALL_REDUCE))
     assert find(*both, silent=20.0) is None
     assert find(*both, silent=40.0).is_certain
@@ -168,7 +168,7 @@ def test_one_collective_of_all_may_take_its_time() -> None:
     )
 
 
-def test_a_rank_that_is_suspended() -> None:
+def test_a_rank_that_is_suspended():
     resumes = "suspended, by SIGSTOP or a debugger: the debugger, or `kill -CONT 71`, lets it go on"
     held = {"silent": 10.0, "since": 1000.0, "suspended": {1: 71}}
     hang: Any = find_hang([stack(0, ALL_REDUCE), stack(1, SLEEP)], ended=(), **held)
@@ -211,14 +211,14 @@ class Watched:
 
 
 @pytest.fixture
-def watched() -> Watched:
+def watched():
     found = Watched()
     idle = (wire.Sample(rank=rank, usage=wire.Usage(cpu=0)) for rank in (0, 1))
     found.state = after(found.state, *idle)
     return found
 
 
-def test_a_hang_is_told_within_fifteen_seconds_and_taken_back(watched: Watched) -> None:
+def test_a_hang_is_told_within_fifteen_seconds_and_taken_back(watched):
     watched.go_on(7.0)
     assert (watched.num_asked, watched.state.hang) == (0, None)
     assert [rank.quiet_since is not None for rank in watched.state.ranks] == [True, True]
@@ -236,7 +236,7 @@ def test_a_hang_is_told_within_fifteen_seconds_and_taken_back(watched: Watched) 
     assert watched.state.ranks[1].quiet_since is None
 
 
-def test_a_run_that_moves_is_never_asked(watched: Watched) -> None:
+def test_a_run_that_moves_is_never_asked(watched):
     watched.go_on(60.0, steps=True)
     # Or that only replaces what it shows.
     for number in range(10):
@@ -247,14 +247,14 @@ def test_a_run_that_moves_is_never_asked(watched: Watched) -> None:
     assert watched.num_asked == 0
 
 
-def test_a_long_computation_is_asked_rarely_and_is_no_hang(watched: Watched) -> None:
+def test_a_long_computation_is_asked_rarely_and_is_no_hang(watched):
     watched.frames = {0: SLEEP, 1: SLEEP}
     watched.go_on(120.0)
     assert watched.num_asked <= 6
     assert watched.state.hang is None
 
 
-def test_ranks_that_pass_through_collectives_are_no_hang(watched: Watched) -> None:
+def test_ranks_that_pass_through_collectives_are_no_hang(watched):
     for frames in (ALL_REDUCE, GATHER_OBJECT, WAIT_FOR_EVERYONE, ALL_REDUCE):
         watched.frames[0] = frames
         number = watched.num_asked
@@ -264,7 +264,7 @@ def test_ranks_that_pass_through_collectives_are_no_hang(watched: Watched) -> No
         assert watched.state.hang is None
 
 
-def test_a_run_that_is_stopped_keeps_what_was_told(watched: Watched) -> None:
+def test_a_run_that_is_stopped_keeps_what_was_told(watched):
     watched.go_on(12.0)
     hang = watched.state.hang
     assert hang is not None
@@ -273,14 +273,14 @@ def test_a_run_that_is_stopped_keeps_what_was_told(watched: Watched) -> None:
     assert watched.state.hang is hang
 
 
-def test_a_rank_that_never_answers_holds_nothing_up(watched: Watched) -> None:
+def test_a_rank_that_never_answers_holds_nothing_up(watched):
     watched.frames = {0: ALL_REDUCE}
     watched.go_on(20.0)
     assert watched.state.hang is not None
     assert "rank 1 is silent" in watched.state.hang.text
 
 
-def test_a_rank_that_is_suspended_is_told_at_once_and_taken_back(watched: Watched) -> None:
+def test_a_rank_that_is_suspended_is_told_at_once_and_taken_back(watched):
     """Also where the other one goes on."""
     first, second = watched.state.ranks
     watched.state = replace(watched.state, ranks=(replace(first, pid=71), second))

@@ -3,15 +3,12 @@
 import math
 import os
 from itertools import pairwise
-from pathlib import Path
-
-import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 
 
-def test_metrics_come_back_in_order(tmp_path: Path) -> None:
+def test_metrics_come_back_in_order(tmp_path):
     store = MetricStore(tmp_path)
     assert store.read() == []
     store.add([wire.Metric(wall=1.5, rank=0, step=None, values={"loss": 0.5, 'na"me\n': 1.0})])
@@ -26,7 +23,7 @@ def test_metrics_come_back_in_order(tmp_path: Path) -> None:
     assert store.read() == expected
 
 
-def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+def test_numbers_that_json_does_not_have(tmp_path):
     store = MetricStore(tmp_path)
     store.add(
         [wire.Metric(wall=0, rank=0, step=0, values={"a": math.nan, "b": math.inf, "c": -math.inf})]
@@ -37,7 +34,7 @@ def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     assert (b, c) == (math.inf, -math.inf)
 
 
-def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+def test_a_row_that_is_being_written_is_left_out(tmp_path):
     store = MetricStore(tmp_path)
     store.add([wire.Metric(wall=0, rank=0, step=0, values={"loss": 1.0})])
     store.flush()
@@ -47,9 +44,7 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_full_disk_ends_no_training_and_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_no_training_and_is_told(tmp_path, monkeypatch):
     full = "notebook_accel.launch.control.metrics_file.own_file"
     monkeypatch.setattr(full, lambda _, flags: os.open("/dev/full", flags))
     store = MetricStore(tmp_path)
@@ -61,7 +56,7 @@ def test_a_full_disk_ends_no_training_and_is_told(
     assert "NOTEBOOK_ACCEL_RUNS" in store.lost_notice
 
 
-def test_lines_that_are_no_metrics_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_no_metrics_are_left_out(tmp_path):
     good = b'{"time":1.0,"rank":0,"step":1,"name":"a","value":2.0}'
     bad = [
         b"",
@@ -79,7 +74,7 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path: Path) -> None:
     assert len(reader.sample(10_000_000)) == 2
 
 
-def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(tmp_path: Path) -> None:
+def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(tmp_path):
     store = MetricStore(tmp_path)
     for step in range(50_000):
         store.add([wire.Metric(wall=0.0, rank=0, step=step, values={"loss": 1.0})])

@@ -10,7 +10,7 @@ def row(name: str, value: float, *, rank: int = 0, step: int | None = None) -> d
     return {"time": 1.0, "rank": rank, "step": step, "name": name, "value": value}
 
 
-def test_a_value_without_a_step_has_its_own_count() -> None:
+def test_a_value_without_a_step_has_its_own_count():
     rows = [
         row("a", 1.0),
         row("b", 2.0),
@@ -26,7 +26,7 @@ def test_a_value_without_a_step_has_its_own_count() -> None:
     assert rows[0]["step"] is None
 
 
-def test_a_table_has_steps_and_datetimes() -> None:
+def test_a_table_has_steps_and_datetimes():
     pandas = pytest.importorskip("pandas")
     from notebook_accel import Accelerator, notebook_launcher
 
@@ -41,7 +41,7 @@ def test_a_table_has_steps_and_datetimes() -> None:
     assert abs(table["time"].iloc[0] - pandas.Timestamp.now("UTC")) < pandas.Timedelta(minutes=5)
 
 
-def test_many_metrics_make_a_figure_that_a_page_need_not_shrink() -> None:
+def test_many_metrics_make_a_figure_that_a_page_need_not_shrink():
     pytest.importorskip("matplotlib").use("agg")
     names = [f"m{number}" for number in range(5)]
     rows = [row(name, 1.0, step=step) for name in names for step in (0, 1)]
@@ -52,7 +52,7 @@ def test_many_metrics_make_a_figure_that_a_page_need_not_shrink() -> None:
     assert figure.axes == axes
 
 
-def test_runs_are_drawn_together_by_their_names() -> None:
+def test_runs_are_drawn_together_by_their_names():
     pytest.importorskip("matplotlib").use("agg")
     from notebook_accel import Accelerator, ConfigError, compare, notebook_launcher
 
@@ -86,7 +86,7 @@ def test_runs_are_drawn_together_by_their_names() -> None:
             notebook_launcher(train, (1.0,), name=wrong, session=session)  # type: ignore[arg-type]
 
 
-def test_runs_are_sorted_by_any_of_thousands_of_metrics() -> None:
+def test_runs_are_sorted_by_any_of_thousands_of_metrics():
     from notebook_accel import Accelerator, notebook_launcher, runs
 
     def train() -> None:
@@ -96,7 +96,7 @@ def test_runs_are_sorted_by_any_of_thousands_of_metrics() -> None:
     assert runs(sort="m2000")[0] is run
 
 
-def test_the_curves_of_an_original_keep_none_of_its_results() -> None:
+def test_the_curves_of_an_original_keep_none_of_its_results():
     from notebook_accel import Accelerator, notebook_launcher
     from notebook_accel.notebook.comparison import original_of
 

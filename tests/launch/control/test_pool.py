@@ -2,8 +2,6 @@
 
 import errno
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +17,14 @@ from tests.waiting import eventually
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> Iterator[PlayedRun]:
+def one(tmp_path):
     """Two ranks behind one agent."""
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         yield run
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[PlayedRun]:
+def two(tmp_path):
     """A rank behind each of two agents."""
     with played(tmp_path, PlayedAgent(0), PlayedAgent(1)) as run:
         yield run
@@ -46,7 +44,7 @@ def begin_on_both(run: PlayedRun) -> None:
 # ---- calls -------------------------------------------------------------------------------------
 
 
-def test_what_comes_late_for_an_old_call_is_dropped(one: PlayedRun) -> None:
+def test_what_comes_late_for_an_old_call_is_dropped(one):
     (agent,) = one.agents
     call = one.begin_call()
     agent.next()
@@ -60,9 +58,7 @@ def test_what_comes_late_for_an_old_call_is_dropped(one: PlayedRun) -> None:
     assert not again.state.ranks[0].has_ended
 
 
-def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(one, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -81,9 +77,7 @@ def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(
 # ---- an agent that is lost -----------------------------------------------------------------------
 
 
-def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(one, monkeypatch):
     (agent,) = one.agents
     call = one.begin_call()
 
@@ -100,9 +94,7 @@ def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(
     assert one.pool.ended.wait(SECONDS)
 
 
-def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one, monkeypatch):
     def fails(*_: object, **_advised: object) -> list[str]:
         raise ZeroDivisionError("a defect")
 
@@ -118,9 +110,7 @@ def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(
     one.begin_call()
 
 
-def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(one, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -133,7 +123,7 @@ def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(
     assert one.pool.ended.wait(SECONDS)
 
 
-def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
+def test_an_agent_that_talks_nonsense_is_lost(one):
     (agent,) = one.agents
     call = one.begin_call()
     # In one piece with what can be understood, and then nothing more.
@@ -144,7 +134,7 @@ def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
     assert call.state.status == "failed"
 
 
-def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two: PlayedRun) -> None:
+def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two):
     first, second = two.agents
     call = two.begin_call()
     first.channel.close()
@@ -159,7 +149,7 @@ def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two: PlayedRu
 # ---- what agents must know of each other ---------------------------------------------------------
 
 
-def test_a_stop_before_the_port_is_named_waits_for_all_agents(two: PlayedRun) -> None:
+def test_a_stop_before_the_port_is_named_waits_for_all_agents(two):
     first, second = two.agents
     call = two.begin_call()
     call.stop()
@@ -178,7 +168,7 @@ def test_a_stop_before_the_port_is_named_waits_for_all_agents(two: PlayedRun) ->
         assert said.point.batches == 4
 
 
-def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
+def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two):
     two.begin_call()
     begin_on_both(two)
     two.pool.ask_end(wire.Stop, call=1, grace=1.0)
@@ -193,9 +183,7 @@ def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
 # ---- an agent that does not answer ---------------------------------------------------------------
 
 
-def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(one, monkeypatch):
     monkeypatch.setattr(pool, "_DEAF_SECONDS", 0.1)
     call = one.begin_call()
     with one.pool.paused():
@@ -205,9 +193,7 @@ def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(
     assert call.ended.wait(SECONDS)
 
 
-def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(one, monkeypatch):
     """As where the kernel itself was held up for long, between its turns to listen and to look."""
     (agent,) = one.agents
     drawn: list[object] = []
@@ -228,7 +214,7 @@ def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(
     assert call.ended.wait(SECONDS)
 
 
-def test_an_agent_that_reads_nothing_does_not_hold_up_the_caller(two: PlayedRun) -> None:
+def test_an_agent_that_reads_nothing_does_not_hold_up_the_caller(two):
     two.begin_call()
     begin_on_both(two)
     for _ in range(5000):

@@ -19,7 +19,7 @@ def keep(folder: Path, value: object) -> StoredResults:
 
 
 @pytest.mark.parametrize("length", [3, 1_000_000])
-def test_a_result_is_read_by_another_process(tmp_path: Path, length: int) -> None:
+def test_a_result_is_read_by_another_process(tmp_path, length):
     before = open_descriptors()
     keep(tmp_path, {"weights": np.arange(length), "name": "net"})
     read = StoredResults(tmp_path)
@@ -35,7 +35,7 @@ def test_a_result_is_read_by_another_process(tmp_path: Path, length: int) -> Non
     assert (tmp_path / "result-1.pickle").stat().st_mode & 0o077 == 0
 
 
-def test_a_damaged_result_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_result_is_refused(tmp_path):
     keep(tmp_path, np.arange(1000))
     path = tmp_path / "result-1.pickle"
     path.write_bytes(path.read_bytes()[:-1])
@@ -43,7 +43,7 @@ def test_a_damaged_result_is_refused(tmp_path: Path) -> None:
         StoredResults(tmp_path).get(1)
 
 
-def test_a_result_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_is_told(tmp_path):
     results = keep(tmp_path / "deleted", 1)
     assert not results.has(1)
     assert "logs and metrics are lost" in results.lost[0]

@@ -40,9 +40,7 @@ def names(root: Path) -> list[str]:
 # ---- where ---------------------------------------------------------------------------------
 
 
-def test_runs_are_where_the_environment_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "mine"))
     assert runs_folder() == tmp_path / "mine"
     folder = RunFolder.make()
@@ -50,16 +48,14 @@ def test_runs_are_where_the_environment_says(
     assert folder.path.stat().st_mode & 0o077 == 0, "logs are the person's own"
 
 
-def test_the_platforms_folder_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_platforms_folder_otherwise(monkeypatch):
     monkeypatch.delenv("NOTEBOOK_ACCEL_RUNS")
     assert runs_folder().is_absolute()
     assert "notebook-accel" in runs_folder().parts
 
 
 @pytest.mark.parametrize("blocked_by", ["a file", "rights", "a full disk"])
-def test_a_folder_that_cannot_be_made_says_what_to_do(
-    blocked_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_made_says_what_to_do(blocked_by, tmp_path, monkeypatch):
     root = tmp_path / "runs"
     if blocked_by == "a file":
         root.touch()
@@ -77,7 +73,7 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(
     assert str(root) in str(caught.value)
 
 
-def test_runs_of_the_same_second_stand_in_the_order_of_their_launches(tmp_path: Path) -> None:
+def test_runs_of_the_same_second_stand_in_the_order_of_their_launches(tmp_path):
     made = [RunFolder.make(tmp_path).id for _ in range(20)]
     assert [folder.id for folder in run_folders(tmp_path)] == made
 
@@ -85,7 +81,7 @@ def test_runs_of_the_same_second_stand_in_the_order_of_their_launches(tmp_path: 
 # ---- which are kept ------------------------------------------------------------------------
 
 
-def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_are_kept(tmp_path, monkeypatch):
     made = []
     for number in range(KEPT + 5):
         date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
@@ -93,9 +89,7 @@ def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert names(tmp_path) == made[-KEPT:]
 
 
-def test_a_run_that_lives_is_kept_however_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_lives_is_kept_however_old(tmp_path, monkeypatch):
     date_new_runs(monkeypatch, "20200101-000000")
     old = RunFolder.make(tmp_path)
     monkeypatch.undo()
@@ -109,9 +103,7 @@ def test_a_run_that_lives_is_kept_however_old(
     assert len(names(tmp_path)) == KEPT
 
 
-def test_a_run_of_another_process_is_kept_while_it_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_another_process_is_kept_while_it_lives(tmp_path, monkeypatch):
     script = (
         "import sys, pathlib\n"
         "from notebook_accel.launch.control.run_folder import RunFolder\n"
@@ -140,7 +132,7 @@ def test_a_run_of_another_process_is_kept_while_it_lives(
     assert name not in names(tmp_path)
 
 
-def test_what_is_not_a_run_is_never_removed(tmp_path: Path) -> None:
+def test_what_is_not_a_run_is_never_removed(tmp_path):
     foreign = ["data", "2024", "0", "20240101-experiments", "20240101-000000-results", "-"]
     for name in foreign:
         (tmp_path / name).mkdir()
@@ -158,7 +150,7 @@ def test_what_is_not_a_run_is_never_removed(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == KEPT + len(foreign) + 2
 
 
-def test_a_child_that_was_forked_lets_go_of_nothing(tmp_path: Path) -> None:
+def test_a_child_that_was_forked_lets_go_of_nothing(tmp_path):
     folder = RunFolder.make(tmp_path)
     child = os.fork()
     if not child:
@@ -168,7 +160,7 @@ def test_a_child_that_was_forked_lets_go_of_nothing(tmp_path: Path) -> None:
     assert folder.is_held
 
 
-def test_held_runs_cost_one_descriptor_together(tmp_path: Path) -> None:
+def test_held_runs_cost_one_descriptor_together(tmp_path):
     RunFolder.make(tmp_path)
     before = open_descriptors()
     held = [RunFolder.make(tmp_path) for _ in range(KEPT + 20)]
@@ -177,7 +169,7 @@ def test_held_runs_cost_one_descriptor_together(tmp_path: Path) -> None:
     assert len(set(names(tmp_path))) >= KEPT + 20
 
 
-def test_more_than_two_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_two_gigabytes(tmp_path, monkeypatch):
     made = []
     for number in range(6):
         date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
@@ -192,7 +184,7 @@ def test_more_than_two_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert held.path.exists()
 
 
-def test_locks_of_dead_kernels_are_swept(tmp_path: Path) -> None:
+def test_locks_of_dead_kernels_are_swept(tmp_path):
     (tmp_path / ".kernel-0123456789ab").touch()
     os.utime(tmp_path / ".kernel-0123456789ab", (0, 0))
     held = RunFolder.make(tmp_path)
@@ -202,7 +194,7 @@ def test_locks_of_dead_kernels_are_swept(tmp_path: Path) -> None:
     assert held.is_held
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home(monkeypatch):
     monkeypatch.delenv("NOTEBOOK_ACCEL_RUNS")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     # What Python gives where neither HOME nor the list of users knows one.
@@ -228,16 +220,14 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"form\x0cfeed\x1cand more\n", "form\x0cfeed\x1cand more\n"),
     ],
 )
-def test_a_log_is_read_as_a_terminal_would_show_it(
-    written: bytes, shown: str, tmp_path: Path
-) -> None:
+def test_a_log_is_read_as_a_terminal_would_show_it(written, shown, tmp_path):
     folder = RunFolder.make(tmp_path)
     log_path(folder.path, 3).write_bytes(written)
     assert folder.read_log(3) == shown
     assert folder.read_log(4) == ""
 
 
-def test_a_log_of_a_run_that_was_deleted(tmp_path: Path) -> None:
+def test_a_log_of_a_run_that_was_deleted(tmp_path):
     folder = RunFolder.make(tmp_path)
     shutil.rmtree(folder.path)
     with pytest.raises(FileNotFoundError, match="was deleted") as caught:
@@ -248,7 +238,7 @@ def test_a_log_of_a_run_that_was_deleted(tmp_path: Path) -> None:
 # ---- what cannot be written ----------------------------------------------------------------
 
 
-def test_a_folder_that_is_deleted_in_mid_run_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_deleted_in_mid_run_is_told(tmp_path):
     folder = RunFolder.make(tmp_path)
     store = MetricStore(folder.path)
     store.add([wire.Metric(wall=0, rank=0, step=0, values={"loss": 1.0})])
@@ -262,9 +252,7 @@ def test_a_folder_that_is_deleted_in_mid_run_is_told(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_state_that_is_not_on_disk_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_is_not_on_disk_is_told(tmp_path, monkeypatch):
     folder = RunFolder.make(tmp_path)
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
     assert folder.save(state) == ""
@@ -273,7 +261,7 @@ def test_a_state_that_is_not_on_disk_is_told(
     assert folder.save(state).startswith("disk full: how this run ended")
 
 
-def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path: Path) -> None:
+def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path):
     folder = RunFolder.make(tmp_path)
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
     folder.save(state)
@@ -282,7 +270,7 @@ def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path: Path) -> None:
     assert folder.load() == replace(state, began=None)
 
 
-def test_requests_of_two_kinds_are_both_there(tmp_path: Path) -> None:
+def test_requests_of_two_kinds_are_both_there(tmp_path):
     folder = RunFolder.make(tmp_path)
     folder.leave("kill")
     folder.leave("stop", "3.0")
@@ -296,7 +284,7 @@ def test_requests_of_two_kinds_are_both_there(tmp_path: Path) -> None:
     }
 
 
-def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -> None:
+def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path):
     session, gone = RunFolder.make(tmp_path), RunFolder.make(tmp_path)
     session.make_logs(1)
     gone.remove()
@@ -309,16 +297,14 @@ def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -
             make()
 
 
-def test_folders_of_other_users_are_not_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_other_users_are_not_listed(tmp_path, monkeypatch):
     folder = RunFolder.make(tmp_path)
     assert [found.id for found in run_folders(tmp_path)] == [folder.id]
     monkeypatch.setattr("os.geteuid", lambda: folder.path.stat().st_uid + 1)
     assert run_folders(tmp_path) == []
 
 
-def test_a_damaged_state_hides_no_other_run(tmp_path: Path) -> None:
+def test_a_damaged_state_hides_no_other_run(tmp_path):
     folder = RunFolder.make(tmp_path)
     folder.save(starting(run=folder.id, name="training", world_size=1, started=1.0))
     path = folder.path / "begin.msgpack"

@@ -11,16 +11,16 @@ from tests.notebook.states import after, logged
 
 
 @pytest.fixture
-def state() -> RunState:
+def state():
     return starting(run="r", name="train", world_size=2, started=1.0, notices=("known",))
 
 
-def test_a_rank_that_starts_late_does_not_undo_a_stop(state: RunState) -> None:
+def test_a_rank_that_starts_late_does_not_undo_a_stop(state):
     state = after(replace(state, status="stopping"), wire.CallStarted(rank=0))
     assert state.status == "stopping"
 
 
-def test_the_last_value_of_each_metric(state: RunState) -> None:
+def test_the_last_value_of_each_metric(state):
     state = after(
         state,
         logged(0, {"loss": 0.5, "acc": 0.1}, step=1),
@@ -38,13 +38,13 @@ def bar(number: int, n: float = 0, **fields: Any) -> wire.Bar:
     return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, **fields)
 
 
-def test_a_bar_is_updated_in_its_place(state: RunState) -> None:
+def test_a_bar_is_updated_in_its_place(state):
     state = after(state, bar(1), bar(2), bar(1, 5, rate=2.0), bar(2, 7, closed=True))
     told = [(each.bar, each.n, each.rate, each.closed) for each in state.ranks[0].bars]
     assert told == [(1, 5, 2.0, False), (2, 7, None, True)]
 
 
-def test_the_bar_of_the_epochs_outlives_many_others(state: RunState) -> None:
+def test_the_bar_of_the_epochs_outlives_many_others(state):
     state = after(state, bar(1, 0))
     for number in range(2, 2000):
         state = after(state, bar(number), bar(number, 1, closed=True), bar(1, number))
@@ -67,7 +67,7 @@ def shown(state: RunState) -> list[tuple[int, str]]:
     return [(one.number, one.data["text/html"]) for one in state.ranks[0].displays]
 
 
-def test_a_display_is_replaced_where_it_stands(state: RunState) -> None:
+def test_a_display_is_replaced_where_it_stands(state):
     state = after(state, displayed("a", "x"), displayed("b"), displayed("c", "x", replaces=True))
     assert shown(state) == [(0, "c"), (1, "b")]
     # As in a notebook, what is displayed by the same id once more changes the first one too.
@@ -82,7 +82,7 @@ def test_a_display_is_replaced_where_it_stands(state: RunState) -> None:
 # ---- output --------------------------------------------------------------------------------
 
 
-def test_lines_are_counted_and_the_last_ones_kept(state: RunState) -> None:
+def test_lines_are_counted_and_the_last_ones_kept(state):
     state = after(state, *(wire.Output(rank=0, text=f"{n}\n") for n in range(5000)))
     rank = state.ranks[0]
     assert rank.num_lines == 5000
@@ -90,7 +90,7 @@ def test_lines_are_counted_and_the_last_ones_kept(state: RunState) -> None:
     assert len(rank.tail) == 2000
 
 
-def test_after_a_gap_the_tail_starts_anew(state: RunState) -> None:
+def test_after_a_gap_the_tail_starts_anew(state):
     state = after(
         state, wire.Output(rank=0, text="old\nope"), wire.Output(rank=0, text="new\n", skipped=40)
     )
@@ -99,7 +99,7 @@ def test_after_a_gap_the_tail_starts_anew(state: RunState) -> None:
     assert rank.num_lines == 42
 
 
-def test_what_is_kept_of_a_flood_is_small(state: RunState) -> None:
+def test_what_is_kept_of_a_flood_is_small(state):
     for _ in range(50):
         state = after(state, wire.Output(rank=0, text="x" * 32_768))
     for _ in range(50):
@@ -110,7 +110,7 @@ def test_what_is_kept_of_a_flood_is_small(state: RunState) -> None:
 # ---- notices -------------------------------------------------------------------------------
 
 
-def test_a_notice_is_kept_once(state: RunState) -> None:
+def test_a_notice_is_kept_once(state):
     state = after(
         state,
         wire.Notice(rank=0, text="mind"),
@@ -146,7 +146,7 @@ def raised(kind: str) -> wire.Raised:
         ([raised("exception"), wire.RankEnded(rank=0, exitcode=1, ended_by_agent=True)], "failed"),
     ],
 )
-def test_how_a_rank_ended(state: RunState, messages: list[wire.Message], status: str) -> None:
+def test_how_a_rank_ended(state, messages, status):
     state = after(state, wire.CallStarted(rank=0), *messages)
     assert state.ranks[0].status == status
     assert state.ranks[0].has_ended
@@ -155,7 +155,7 @@ def test_how_a_rank_ended(state: RunState, messages: list[wire.Message], status:
 # ---- cost ----------------------------------------------------------------------------------
 
 
-def test_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_changes_no_duration(monkeypatch):
     state = starting(run="r", name="train", world_size=1, started=1000.0)
     monkeypatch.setattr("time.time", lambda: 1000.0 - 86_400)
     assert 0 <= state.now() - state.started < 60

@@ -22,7 +22,7 @@ Current thread 0x02 (most recent call first):
 """
 
 
-def test_the_users_line_comes_first_and_our_frames_are_gone() -> None:
+def test_the_users_line_comes_first_and_our_frames_are_gone():
     told = stacks_text([(3, _DUMP)], {"/tmp/ipykernel_1/123.py": "Cell In[16]"})
     lines = told.splitlines()
     assert lines[:3] == [
@@ -34,7 +34,7 @@ def test_the_users_line_comes_first_and_our_frames_are_gone() -> None:
     assert "in _run" not in told
 
 
-def test_a_rank_that_is_in_no_call_or_gives_no_answer_says_so() -> None:
+def test_a_rank_that_is_in_no_call_or_gives_no_answer_says_so():
     waits = """Current thread 0x02 (most recent call first):
   File "/site-packages/notebook_accel/launch/worker/main.py", line 90 in main
   File "/usr/lib/python3.11/multiprocessing/process.py", line 108 in run
@@ -43,7 +43,7 @@ def test_a_rank_that_is_in_no_call_or_gives_no_answer_says_so() -> None:
     assert told == f"rank 0\n{waits}\nrank 1\nthe rank did not answer\n"
 
 
-def test_threads_of_the_launcher_are_left_out() -> None:
+def test_threads_of_the_launcher_are_left_out():
     ours = _DUMP.splitlines(keepends=True)[0] + (
         '  File "/site-packages/notebook_accel/launch/worker/groups.py", line 223 in follow\n'
     )
@@ -73,14 +73,14 @@ _GROUP = f"""  + Exception Group Traceback (most recent call last):
 """
 
 
-def test_runs_of_library_frames_are_counted_by_library() -> None:
+def test_runs_of_library_frames_are_counted_by_library():
     before, _, rest = _GROUP.partition(f'  |   File "{_LIBRARY}/torch')
     after = rest[rest.index("  | ExceptionGroup") :]
     folded = "  |   ... 3 frames of torch, accelerate and six ...\n"
     assert fold_frames(_GROUP) == before + folded + after
 
 
-def test_a_traceback_of_libraries_alone_is_whole() -> None:
+def test_a_traceback_of_libraries_alone_is_whole():
     frame = f'  File "{_LIBRARY}/torch/a.py", line 1, in a\n    b()\n'
     text = f"Traceback (most recent call last):\n{frame}{frame}ValueError: no\n"
     assert fold_frames(text) == text

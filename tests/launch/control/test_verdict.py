@@ -65,7 +65,7 @@ def failure(state: RunState, **given: Any) -> Failure:
 # ---- no failure ----------------------------------------------------------------------------
 
 
-def test_an_end_after_the_result_is_of_no_matter() -> None:
+def test_an_end_after_the_result_is_of_no_matter():
     state = run(2, returned(0), died(0, signal=11), returned(1), died(1, exitcode=9))
     assert verdict(state).status == "succeeded"
 
@@ -73,7 +73,7 @@ def test_an_end_after_the_result_is_of_no_matter() -> None:
 # ---- which is the cause --------------------------------------------------------------------
 
 
-def test_a_death_comes_before_an_exception_and_that_before_a_lost_peer() -> None:
+def test_a_death_comes_before_an_exception_and_that_before_a_lost_peer():
     """Arrival order is not cause."""
     messages = [lost_peer(0, 1.0), raised(1, at=2.0), died(2, 3.0, signal=9)]
     assert failure(run(3, *messages)).rank == 2
@@ -84,11 +84,11 @@ def test_a_death_comes_before_an_exception_and_that_before_a_lost_peer() -> None
 @pytest.mark.parametrize(
     "kind", [raised, lost_peer, lambda rank, at: died(rank, at=at, exitcode=3)]
 )
-def test_of_one_kind_the_earliest_is_the_cause(kind: Any) -> None:
+def test_of_one_kind_the_earliest_is_the_cause(kind):
     assert failure(run(3, kind(0, at=3.0), kind(1, at=1.0), kind(2, at=2.0))).rank == 1
 
 
-def test_of_two_machines_the_one_that_the_kernel_heard_first_is_the_cause() -> None:
+def test_of_two_machines_the_one_that_the_kernel_heard_first_is_the_cause():
     """Their clocks differ by an hour; those of one machine are one."""
     here, there = raised(0, "here", at=3600.0), raised(2, "there", at=10.0)
 
@@ -103,9 +103,7 @@ def test_of_two_machines_the_one_that_the_kernel_heard_first_is_the_cause() -> N
     assert cause(there, here, earlier) == 2
 
 
-def test_a_lost_peer_that_was_heard_first_does_not_bring_its_agents_other_failures_forward() -> (
-    None
-):
+def test_a_lost_peer_that_was_heard_first_does_not_bring_its_agents_other_failures_forward():
     messages = [lost_peer(0), raised(2, "first"), raised(1, "second")]
     assert failure(run(3, *messages, agents=(0, 0, 1))).rank == 2
 
@@ -127,7 +125,7 @@ TIMEOUT_AGAIN = (
 )
 
 
-def test_ncclss_watchdog_is_a_consequence() -> None:
+def test_ncclss_watchdog_is_a_consequence():
     said = wire.Output(rank=0, text="[Rank 0] ProcessGroupNCCL: watchdog caught a timeout\n")
     state = run(2, said, died(0, 1.0, signal=6), raised(1, at=2.0))
     assert failure(state).rank == 1
@@ -136,7 +134,7 @@ def test_ncclss_watchdog_is_a_consequence() -> None:
 
 
 @pytest.mark.parametrize("words", [TIMEOUT, TIMEOUT_AGAIN], ids=["its log", "its exception"])
-def test_a_timeout_of_the_watchdog_is_one_line_with_the_odd_one_out_first(words: str) -> None:
+def test_a_timeout_of_the_watchdog_is_one_line_with_the_odd_one_out_first(words):
     waited = ((0, 7, "ALLREDUCE"), (1, 7, "ALLREDUCE"), (2, 6, "_ALLGATHER_BASE"))
     said = [
         wire.Output(rank=rank, text=words.format(rank=rank, number=number, kind=kind))
@@ -157,7 +155,7 @@ def test_a_timeout_of_the_watchdog_is_one_line_with_the_odd_one_out_first(words:
 # ---- which have failed ---------------------------------------------------------------------
 
 
-def test_peers_that_only_lost_their_connection_are_left_out() -> None:
+def test_peers_that_only_lost_their_connection_are_left_out():
     told = failure(run(4, lost_peer(0), lost_peer(1), raised(2, "real"), *ended_by_agent(3)))
     assert told.ranks == (2,)
     assert "reset by peer" not in told.message
@@ -177,7 +175,7 @@ RuntimeError: Connection closed by peer
 """
 
 
-def test_who_returned_while_another_one_waits_is_said_before_what_the_backend_says() -> None:
+def test_who_returned_while_another_one_waits_is_said_before_what_the_backend_says():
     lost = wire.Raised(
         rank=1, kind="lost peer", type_name="RuntimeError", text="closed" * 99, traceback=GATHER
     )
@@ -195,7 +193,7 @@ def test_who_returned_while_another_one_waits_is_said_before_what_the_backend_sa
 # ---- what it says --------------------------------------------------------------------------
 
 
-def test_an_exception() -> None:
+def test_an_exception():
     told = failure(run(2, raised(0, "bad batch\nand more"), *ended_by_agent(1)))
     assert told.message.startswith("rank 0 failed: ValueError: bad batch\n")
     assert told.message.count("Traceback of 0") == 1
@@ -215,7 +213,7 @@ def test_an_exception() -> None:
         (40, "signal 40", ""),
     ],
 )
-def test_a_signal_is_named_with_its_likely_cause(signal: int, name: str, likely: str) -> None:
+def test_a_signal_is_named_with_its_likely_cause(signal, name, likely):
     said = wire.Output(rank=1, text="".join(f"line {n}\n" for n in range(30)))
     told = failure(run(2, said, died(1, signal=signal), *ended_by_agent(0)))
     assert f"rank 1 was killed by {name}" in told.message
@@ -230,7 +228,7 @@ def failed_with(text: str) -> RankState:
     return RankState(rank=0, failure=raised(0, text))
 
 
-def test_tensors_that_do_not_go_together_lead_to_the_debug_mode() -> None:
+def test_tensors_that_do_not_go_together_lead_to_the_debug_mode():
     words = "data size doesn't match expected size"
     for rank in (failed_with(words), RankState(rank=0, signal=6, tail=("what():", words))):
         empty, hint = hint_lines(rank)
@@ -239,7 +237,7 @@ def test_tensors_that_do_not_go_together_lead_to_the_debug_mode() -> None:
     assert hint_lines(failed_with("bad batch")) == hint_lines(RankState(rank=0, signal=9)) == []
 
 
-def test_memory_of_a_device_that_the_notebook_itself_holds() -> None:
+def test_memory_of_a_device_that_the_notebook_itself_holds():
     words = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB "
         "of which 1.00 GiB is free. Process {} has 14.00 GiB memory in use. Of the allocated ..."
@@ -248,7 +246,7 @@ def test_memory_of_a_device_that_the_notebook_itself_holds() -> None:
     assert hint_lines(failed_with(words.format(os.getppid()))) == []
 
 
-def test_ranks_that_failed_alike_share_a_line() -> None:
+def test_ranks_that_failed_alike_share_a_line():
     state = run(
         9,
         raised(0, "alike", 1.0),
@@ -266,7 +264,7 @@ def test_ranks_that_failed_alike_share_a_line() -> None:
     assert "Traceback" not in told.message
 
 
-def test_failures_like_the_causes_own() -> None:
+def test_failures_like_the_causes_own():
     told = failure(run(4, *(raised(rank, "alike", 1.0 + rank) for rank in range(4))))
     assert "ranks 1-3 failed in the same way" in told.message
     assert told.message.count("Traceback") == 1
@@ -277,13 +275,13 @@ def test_failures_like_the_causes_own() -> None:
 # ---- after somebody asked for the end ------------------------------------------------------
 
 
-def test_ranks_that_were_interrupted_or_ended() -> None:
+def test_ranks_that_were_interrupted_or_ended():
     interrupted = raised(0, kind="interrupted", type_name="KeyboardInterrupt")
     state = run(3, interrupted, *ended_by_agent(1), died(2, signal=15, after_interrupt=True))
     assert verdict(state, is_stopped=True).status == "stopped"
 
 
-def test_what_an_interrupt_breaks_is_no_failure() -> None:
+def test_what_an_interrupt_breaks_is_no_failure():
     broken = raised(0, "cannot tidy up", after_interrupt=True)
     lost = raised(1, kind="lost peer", after_interrupt=True)
     assert verdict(run(2, broken, lost), is_stopped=True).status == "stopped"
@@ -291,7 +289,7 @@ def test_what_an_interrupt_breaks_is_no_failure() -> None:
     assert verdict(run(2, broken, lost)).status == "failed"
 
 
-def test_a_peer_that_left_as_it_was_told_was_not_lost_by_a_failure() -> None:
+def test_a_peer_that_left_as_it_was_told_was_not_lost_by_a_failure():
     """Of two agents one interrupts its ranks first: the others lose them before their own turn."""
     interrupted = raised(0, kind="interrupted", type_name="KeyboardInterrupt")
     assert verdict(run(2, interrupted, lost_peer(1)), is_stopped=True).status == "stopped"
@@ -300,7 +298,7 @@ def test_a_peer_that_left_as_it_was_told_was_not_lost_by_a_failure() -> None:
     assert failure(state, is_stopped=True).rank == 2
 
 
-def test_a_failure_from_before_the_interrupt_stays_one() -> None:
+def test_a_failure_from_before_the_interrupt_stays_one():
     state = run(2, raised(0, "before"), *ended_by_agent(1))
     assert failure(state, is_stopped=True).rank == 0
     state = run(2, died(0, signal=11), *ended_by_agent(1))
@@ -312,7 +310,7 @@ def test_a_failure_from_before_the_interrupt_stays_one() -> None:
 LOST = AgentEnd("(pid 7) was killed by SIGKILL", ranks=(0, 1, 2))
 
 
-def test_a_dead_agent_of_several_is_the_cause_of_lost_peers() -> None:
+def test_a_dead_agent_of_several_is_the_cause_of_lost_peers():
     lost = AgentEnd("was lost", ranks=(2, 3))
     state = run(4, lost_peer(0), *ended_by_agent(1, 2, 3), agents=(0, 0, 1, 1))
     told = failure(state, lost=[lost])
@@ -320,23 +318,23 @@ def test_a_dead_agent_of_several_is_the_cause_of_lost_peers() -> None:
     assert "watches ranks 2-3 was lost, so that ranks 0-3 ended" in told.message
 
 
-def test_an_agent_that_died_after_all_results() -> None:
+def test_an_agent_that_died_after_all_results():
     assert verdict(run(2, returned(0), returned(1)), lost=[LOST]).status == "succeeded"
 
 
-def test_an_agent_that_died_after_a_failure() -> None:
+def test_an_agent_that_died_after_a_failure():
     told = failure(run(2, raised(0, "the reason"), *ended_by_agent(1)), lost=[LOST])
     assert told.rank == 0
     assert "the reason" in told.message
 
 
-def test_a_peer_that_was_killed_for_a_stop_was_not_lost_by_a_failure() -> None:
+def test_a_peer_that_was_killed_for_a_stop_was_not_lost_by_a_failure():
     state = run(2, *ended_by_agent(0), raised(1, kind="lost peer", type_name="RuntimeError"))
     assert verdict(state, is_stopped=True).status == "stopped"
     assert verdict(state).status == "failed"
 
 
-def test_the_error_holds_nothing_that_a_terminal_obeys() -> None:
+def test_the_error_holds_nothing_that_a_terminal_obeys():
     bad = "bad\x1b[2J\x9b31m\x00\u202e"
     failed = raised(0, bad, type_name=f"E{bad}", traceback=f"Traceback\n{bad}\n")
     failure = verdict(run(1, failed)).failure

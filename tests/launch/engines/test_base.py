@@ -1,7 +1,6 @@
 """A run is listed once its call can be ended; no agent outlives a start that fails."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,7 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from tests.launch.control.played import PlayedAgent, played
 
 
-def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
-    tmp_path: Path,
-) -> None:
+def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(tmp_path):
     """As another thread may, which finds it in ``runs()``."""
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         [agent] = run.agents
@@ -30,9 +27,7 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
         assert [(type(message), message.call) for message in said] == expected
 
 
-def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(monkeypatch, tmp_path):
     agents = PlayedAgent(0), PlayedAgent(1)
 
     def refused() -> None:

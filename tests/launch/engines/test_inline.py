@@ -7,8 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from tests.launches import launch, without_gloo
 
 
 @pytest.fixture(autouse=True)
-def _changes_nothing() -> Iterator[None]:
+def _changes_nothing():
     before, threads, processes = _surroundings(), {*threading.enumerate()}, {*below(os.getpid())}
     yield
     assert _surroundings() == before
@@ -70,7 +69,7 @@ def inline(
 # ---- results -------------------------------------------------------------------------------
 
 
-def test_it_returns_what_the_function_returned_and_not_a_copy() -> None:
+def test_it_returns_what_the_function_returned_and_not_a_copy():
     model: list[int] = []
 
     def train(number: int, *, more: int) -> list[int]:
@@ -90,12 +89,12 @@ def test_it_returns_what_the_function_returned_and_not_a_copy() -> None:
         run[1]
 
 
-def test_what_cannot_travel_needs_not_to() -> None:
+def test_what_cannot_travel_needs_not_to():
     lock = threading.Lock()
     assert inline(lambda: lock)[0] is lock
 
 
-def test_the_seed_is_that_of_the_function() -> None:
+def test_the_seed_is_that_of_the_function():
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
@@ -115,7 +114,7 @@ def test_the_seed_is_that_of_the_function() -> None:
     assert draw() == goes_on, "the notebook itself is not seeded"
 
 
-def test_its_stack_is_that_of_the_cell() -> None:
+def test_its_stack_is_that_of_the_cell():
     def look() -> str:
         return runs()[-1].stacks(-1)
 
@@ -132,20 +131,18 @@ def one() -> int:
     return 1
 
 
-def test_its_script_may_go_to_the_home_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_its_script_may_go_to_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert inline(one).export("~/script.py") == tmp_path / "script.py"
     assert "one" in (tmp_path / "script.py").read_text()
 
 
-def test_what_it_prints_stays_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_prints_stays_where_it_is(capsys):
     inline(lambda: print("here"))
     assert capsys.readouterr().out == "here\n"
 
 
-def test_sys_exit_zero_is_success() -> None:
+def test_sys_exit_zero_is_success():
     assert inline(sys.exit).results == [None]
     assert inline(sys.exit, 0).results == [None]
 
@@ -153,7 +150,7 @@ def test_sys_exit_zero_is_success() -> None:
 # ---- errors --------------------------------------------------------------------------------
 
 
-def test_an_exception_is_the_cause_itself() -> None:
+def test_an_exception_is_the_cause_itself():
     error = KeyError("missing")
 
     def train() -> None:
@@ -176,7 +173,7 @@ def test_an_exception_is_the_cause_itself() -> None:
         run.wait()
 
 
-def test_without_blocking_the_error_waits_for_who_asks() -> None:
+def test_without_blocking_the_error_waits_for_who_asks():
     def train() -> None:
         raise ValueError("later")
 
@@ -190,7 +187,7 @@ EXITS = [(4, 4), ("no more", 1), (True, 1), (3.5, 1), (0.0, 1), (256, 1), (-1, 2
 
 
 @pytest.mark.parametrize(("code", "exitcode"), [*EXITS, (np.int64(3), 1), (np.zeros(2), 1)])
-def test_an_exit_is_a_failure(code: Any, exitcode: int) -> None:
+def test_an_exit_is_a_failure(code, exitcode):
     with pytest.raises(WorkerError) as caught:
         inline(sys.exit, code)
     assert caught.value.exitcode == exitcode
@@ -199,7 +196,7 @@ def test_an_exit_is_a_failure(code: Any, exitcode: int) -> None:
     assert call_of(left).folder.load() == left.state, "what is saved can be loaded"
 
 
-def test_what_is_no_exception_is_a_failure_as_well() -> None:
+def test_what_is_no_exception_is_a_failure_as_well():
     def train() -> None:
         raise asyncio.CancelledError
 
@@ -211,7 +208,7 @@ def test_what_is_no_exception_is_a_failure_as_well() -> None:
     assert runs()[-1].status == "failed"
 
 
-def test_an_exception_whose_text_cannot_be_made() -> None:
+def test_an_exception_whose_text_cannot_be_made():
     class Odd(Exception):
         def __str__(self) -> str:
             raise ZeroDivisionError
@@ -223,7 +220,7 @@ def test_an_exception_whose_text_cannot_be_made() -> None:
         inline(train)
 
 
-def test_an_interrupt_stays_one() -> None:
+def test_an_interrupt_stays_one():
     def train() -> None:
         raise KeyboardInterrupt
 
@@ -239,7 +236,7 @@ def test_an_interrupt_stays_one() -> None:
         run.wait(0)
 
 
-def test_an_interrupt_before_the_call_stops_the_run() -> None:
+def test_an_interrupt_before_the_call_stops_the_run():
     class Interrupting(Recorded):
         def open(self, run: Run) -> None:
             super().open(run)
@@ -256,9 +253,7 @@ def test_an_interrupt_before_the_call_stops_the_run() -> None:
 # ---- a world of one ------------------------------------------------------------------------
 
 
-def test_the_environment_is_that_of_a_rank_for_the_time_of_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_is_that_of_a_rank_for_the_time_of_the_call(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
     names = (
@@ -291,7 +286,7 @@ def test_the_environment_is_that_of_a_rank_for_the_time_of_the_call(
     assert os.environ["RANK"] == "7"
 
 
-def test_the_environment_comes_back_after_an_error() -> None:
+def test_the_environment_comes_back_after_an_error():
     def train() -> None:
         os.environ.clear()
         raise ValueError
@@ -300,7 +295,7 @@ def test_the_environment_comes_back_after_an_error() -> None:
         inline(train)
 
 
-def test_arguments_that_the_engine_does_not_use_are_named_in_one_line() -> None:
+def test_arguments_that_the_engine_does_not_use_are_named_in_one_line():
     given: dict[str, Any] = {"timeout": 5.0, "grace": 3.0, "rdzv_id": "x", "master_addr": "1.2.3.4"}
     run = notebook_launcher(lambda: 1, engine="inline", view="none", block=False, **given)
     (line,) = run.state.notices
@@ -339,6 +334,6 @@ for function in (plain, plain, train, train):
 """
 
 
-def test_a_process_group_and_an_accelerator_inside_work_twice() -> None:
+def test_a_process_group_and_an_accelerator_inside_work_twice():
     """In a process of its own: torch's threads end with the interpreter."""
     assert without_gloo(run_script(_TWICE)).splitlines() == ["1.0"] * 2 + ["(1, 'cpu', True)"] * 2

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -47,7 +47,7 @@ def request(view: View | None = None, **settings: Any) -> LaunchRequest:
 
 
 @pytest.fixture(name="devices")
-def _devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def _devices(monkeypatch):
     """Let the machine have so many accelerators, of which it says more by other fields."""
 
     class Counted:
@@ -81,8 +81,8 @@ def _devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ],
 )
 def test_a_rank_an_accelerator_unless_a_number_is_asked_for(
-    available: int, settings: dict[str, Any], world_size: int, devices: Callable[..., None]
-) -> None:
+    available, settings, world_size, devices
+):
     devices(available)
     plan = LocalEngine().plan_ranks(request(**settings))
     assert plan.world_size == world_size
@@ -90,9 +90,7 @@ def test_a_rank_an_accelerator_unless_a_number_is_asked_for(
     assert dict(plan.environment) == ({} if available else ON_CPU)
 
 
-def test_a_machine_without_accelerators_says_how_to_get_more_ranks(
-    devices: Callable[..., None],
-) -> None:
+def test_a_machine_without_accelerators_says_how_to_get_more_ranks(devices):
     devices(0)
     (notice,) = LocalEngine().plan_ranks(request()).notices
     assert "num_processes=2" in notice
@@ -100,9 +98,7 @@ def test_a_machine_without_accelerators_says_how_to_get_more_ranks(
     assert LocalEngine().plan_ranks(request(num_processes=1)).notices == ()
 
 
-def test_what_the_machine_says_goes_to_the_person_and_to_the_ranks(
-    devices: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_machine_says_goes_to_the_person_and_to_the_ranks(devices, monkeypatch):
     devices(0, problem="the driver is too old")
     plan = LocalEngine().plan_ranks(request(num_processes=2))
     assert plan.notices == ("torch can use no accelerator: the driver is too old",)
@@ -113,9 +109,7 @@ def test_what_the_machine_says_goes_to_the_person_and_to_the_ranks(
     assert LocalEngine().plan_ranks(request()).environment == {"NCCL_P2P_DISABLE": "1"}
 
 
-def test_with_the_cpu_chosen_nobody_counts_and_ranks_see_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_the_cpu_chosen_nobody_counts_and_ranks_see_none(monkeypatch):
     monkeypatch.setattr(local, "ask_template", None)
     plan = LocalEngine().plan_ranks(request(devices="cpu", num_processes=2))
     assert plan == RankPlan.of_sizes(2, environment=WITHOUT_DEVICES)
@@ -129,15 +123,13 @@ def test_with_the_cpu_chosen_nobody_counts_and_ranks_see_none(
         (0, {"devices": [0]}, r"devices=\[0\], but of these the machine has none"),
     ],
 )
-def test_more_than_there_are(
-    available: int, settings: dict[str, Any], message: str, devices: Callable[..., None]
-) -> None:
+def test_more_than_there_are(available, settings, message, devices):
     devices(available)
     with pytest.raises(ConfigError, match=message):
         LocalEngine().plan_ranks(request(**settings))
 
 
-def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_the_template_is_shown(monkeypatch):
     class Source:
         def __init__(self, *, is_ready: bool) -> None:
             self.is_ready = is_ready
@@ -160,7 +152,7 @@ def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- the agent -----------------------------------------------------------------------------
 
 
-def test_the_number_of_an_agent_that_has_ended_may_be_another_s() -> None:
+def test_the_number_of_an_agent_that_has_ended_may_be_another_s():
     ended: Any = SimpleNamespace(exit_of=lambda pid, timeout: wire.AgentExited(pid=pid, exitcode=0))
     with subprocess.Popen(["sleep", "600"]) as other:
         try:
@@ -170,9 +162,7 @@ def test_the_number_of_an_agent_that_has_ended_may_be_another_s() -> None:
             other.kill()
 
 
-def test_what_began_in_the_session_of_an_agent_is_ended_also_where_that_dies_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_began_in_the_session_of_an_agent_is_ended_also_where_that_dies_late(monkeypatch):
     lives: Any = SimpleNamespace(exit_of=lambda pid, timeout: None)
     with subprocess.Popen(
         ["sh", "-c", "sleep 600 & echo $!; exec sleep 600"],

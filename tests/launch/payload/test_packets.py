@@ -1,7 +1,6 @@
 """A pickled value comes back as it was, however large, and leaves no descriptor open."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +13,7 @@ SMALL, LARGE = b"s" * 100, b"l" * 1_000_000
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_descriptor() -> Iterator[None]:
+def _leaves_no_descriptor():
     before = open_descriptors()
     yield
     assert not open_descriptors() - before
@@ -32,7 +31,7 @@ def carried(packet: wire.Packet) -> wire.Packet:
     [(), (b"",), (SMALL, b"", SMALL), (SMALL, b"", b"odd", LARGE)],
     ids=["none", "an empty one", "small", "large"],
 )
-def test_a_value_comes_back_as_it_was(buffers: tuple[bytes, ...]) -> None:
+def test_a_value_comes_back_as_it_was(buffers):
     packet, fds = pack(Packed(tuple(map(memoryview, buffers))))
     assert bool(fds) == (sum(map(len, buffers)) > 65_536)
     assert len(encode(wire.Returned(value=packet))) < 70_000
@@ -41,7 +40,7 @@ def test_a_value_comes_back_as_it_was(buffers: tuple[bytes, ...]) -> None:
 
 
 @pytest.mark.parametrize("buffer", [SMALL, LARGE], ids=["inline", "segment"])
-def test_buffers_are_writable_and_apart_from_the_senders(buffer: bytes) -> None:
+def test_buffers_are_writable_and_apart_from_the_senders(buffer):
     source = bytearray(buffer)
     packet, fds = pack(Packed((memoryview(source),)))
     source[0:2] = b"??"
@@ -53,7 +52,7 @@ def test_buffers_are_writable_and_apart_from_the_senders(buffer: bytes) -> None:
     assert bytes(first.buffers[0][:3]) == b"!!" + buffer[2:3]
 
 
-def test_a_packet_that_is_not_whole_is_refused() -> None:
+def test_a_packet_that_is_not_whole_is_refused():
     packet, fds = pack(Packed((memoryview(LARGE),)))
     with pytest.raises(ValueError, match="1 buffers came with 0"):
         unpack(packet, ())

@@ -5,7 +5,6 @@ import math
 import pickle
 import sys
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +16,12 @@ from notebook_accel.errors import LaunchError, WorkerError
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload import pack, pickling
 from notebook_accel.private import of_libraries
-from tests.launch.payload.notebooks import Notebook, opened
+from tests.launch.payload.notebooks import opened
 
 # ---- out by value --------------------------------------------------------------------------
 
 
-def test_modules_that_are_classes_of_their_own_travel(notebook: Notebook) -> None:
+def test_modules_that_are_classes_of_their_own_travel(notebook):
     """Many scripts set torch.backends.cudnn.benchmark: a module, but of a class of torch's."""
     notebook.cell("""
         import torch
@@ -34,7 +33,7 @@ def test_modules_that_are_classes_of_their_own_travel(notebook: Notebook) -> Non
     assert notebook.launch("train") == (True, "CudnnModule")
 
 
-def test_classes_of_every_make_travel(notebook: Notebook) -> None:
+def test_classes_of_every_make_travel(notebook):
     notebook.cell("""
         import abc, enum
         from dataclasses import dataclass, field
@@ -101,7 +100,7 @@ def test_classes_of_every_make_travel(notebook: Notebook) -> None:
     assert notebook["Base"].made == 0
 
 
-def test_instances_that_forward_attributes_travel(notebook: Notebook) -> None:
+def test_instances_that_forward_attributes_travel(notebook):
     notebook.cell("""
         class Wrapper:
             def __init__(self, inner): self.inner = inner
@@ -129,7 +128,7 @@ def test_instances_that_forward_attributes_travel(notebook: Notebook) -> None:
     assert (wrapper_back.inner, type(wrapper_back)) == ([1, 2, 2], notebook["Wrapper"])
 
 
-def test_what_pickle_knows_by_name_alone_travels(notebook: Notebook) -> None:
+def test_what_pickle_knows_by_name_alone_travels(notebook):
     notebook.cell("""
         import functools
         from dataclasses import dataclass
@@ -182,7 +181,7 @@ def test_what_pickle_knows_by_name_alone_travels(notebook: Notebook) -> None:
     assert notebook["fibonacci"].cache_info().currsize == 0
 
 
-def test_compiled_and_parametrized_models_travel(notebook: Notebook) -> None:
+def test_compiled_and_parametrized_models_travel(notebook):
     notebook.cell("""
         import torch
         from torch.nn.utils.parametrizations import weight_norm
@@ -207,7 +206,7 @@ def test_compiled_and_parametrized_models_travel(notebook: Notebook) -> None:
     assert torch.equal(compiled.weight, notebook["compiled"].weight)
 
 
-def test_a_scheduler_travels_with_its_optimizer(notebook: Notebook) -> None:
+def test_a_scheduler_travels_with_its_optimizer(notebook):
     """As in Diffusers' tutorial, whose function gets both as arguments; torch has no warning."""
     notebook.cell("""
         import warnings
@@ -230,7 +229,7 @@ def test_a_scheduler_travels_with_its_optimizer(notebook: Notebook) -> None:
     assert notebook.launch("train", *both, 0) == (True, [0.5], ["Detected call"])
 
 
-def test_only_what_is_used_travels_and_main_is_one_namespace(notebook: Notebook) -> None:
+def test_only_what_is_used_travels_and_main_is_one_namespace(notebook):
     notebook.cell("""
         import sys
         from dataclasses import dataclass
@@ -265,8 +264,8 @@ def test_only_what_is_used_travels_and_main_is_one_namespace(notebook: Notebook)
 
 
 def test_what_a_library_has_at_a_name_travels_by_it_where_it_cannot_be_pickled(
-    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    notebook, tmp_path, monkeypatch
+):
     """As a logger whose sinks hold open files and locks."""
     packages = tmp_path / "site-packages"
     (packages / "noisy").mkdir(parents=True)
@@ -308,7 +307,7 @@ def test_what_a_library_has_at_a_name_travels_by_it_where_it_cannot_be_pickled(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:Warning")
-def test_torchscript_travels_both_ways(notebook: Notebook) -> None:
+def test_torchscript_travels_both_ways(notebook):
     notebook.cell("""
         import torch
         net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -340,7 +339,7 @@ def test_torchscript_travels_both_ways(notebook: Notebook) -> None:
 # ---- back by reference ---------------------------------------------------------------------
 
 
-def test_the_notebooks_classes_are_its_own_before_and_after(notebook: Notebook) -> None:
+def test_the_notebooks_classes_are_its_own_before_and_after(notebook):
     notebook.cell("""
         def helper(): return "old"
         class Net:
@@ -368,7 +367,7 @@ def test_the_notebooks_classes_are_its_own_before_and_after(notebook: Notebook) 
     assert net.go() == "new"
 
 
-def test_what_a_rank_made_itself_comes_by_value(notebook: Notebook) -> None:
+def test_what_a_rank_made_itself_comes_by_value(notebook):
     notebook.cell("""
         base = 1
         def train():
@@ -387,7 +386,7 @@ def test_what_a_rank_made_itself_comes_by_value(notebook: Notebook) -> None:
 # ---- tensors -------------------------------------------------------------------------------
 
 
-def test_ties_views_and_identity_are_kept(notebook: Notebook) -> None:
+def test_ties_views_and_identity_are_kept(notebook):
     notebook.cell("""
         import numpy as np
         import torch
@@ -475,7 +474,7 @@ def test_ties_views_and_identity_are_kept(notebook: Notebook) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_less_usual_tensors_travel(notebook: Notebook) -> None:
+def test_less_usual_tensors_travel(notebook):
     notebook.cell("""
         import torch
         dense = torch.eye(3)
@@ -509,9 +508,7 @@ def test_less_usual_tensors_travel(notebook: Notebook) -> None:
     assert storage.tolist() == notebook["dense"].untyped_storage().tolist()
 
 
-def test_a_big_tensor_is_never_copied_into_the_pickle(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_big_tensor_is_never_copied_into_the_pickle(notebook, monkeypatch):
     notebook.cell("""
         import torch
         big = torch.zeros(75_000_000)
@@ -534,9 +531,7 @@ def test_a_big_tensor_is_never_copied_into_the_pickle(
     assert not notebook["big"].any()
 
 
-def test_an_array_mapped_from_a_file_is_mapped_by_the_rank(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_array_mapped_from_a_file_is_mapped_by_the_rank(notebook, monkeypatch, tmp_path):
     # nanoGPT's notebooks map their tokens in a cell; the file is often larger than the memory.
     monkeypatch.chdir(tmp_path)
     notebook.cell("""
@@ -578,9 +573,7 @@ def test_an_array_mapped_from_a_file_is_mapped_by_the_rank(
     assert notebook.launch("train") == (9, [0, 2, 4, 6, 8], [0, 0, 0, 0], [0, 1, 2, 3])
 
 
-def test_a_file_of_hdf5_that_is_read_is_opened_by_the_rank(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_of_hdf5_that_is_read_is_opened_by_the_rank(notebook, monkeypatch, tmp_path):
     # A dataset opens it lazily, and a cell has looked at a sample.
     monkeypatch.chdir(tmp_path)
     notebook.cell("""
@@ -607,7 +600,7 @@ def test_a_file_of_hdf5_that_is_read_is_opened_by_the_rank(
         notebook.launch("write")
 
 
-def test_another_machine_that_lacks_the_file_of_a_mapped_array_says_so(tmp_path: Path) -> None:
+def test_another_machine_that_lacks_the_file_of_a_mapped_array_says_so(tmp_path):
     file, pickled = tmp_path / "train.bin", io.BytesIO()
     np.arange(4.0).tofile(file)
     pickling.CallPickler(pickled).dump(np.memmap(file, mode="r", dtype=float))
@@ -618,7 +611,7 @@ def test_another_machine_that_lacks_the_file_of_a_mapped_array_says_so(tmp_path:
         pickle.loads(pickled.getvalue())
 
 
-def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
+def test_the_strategys_wrapper_stays_in_the_rank(notebook):
     notebook.cell("""
         import os, torch
         import torch.distributed as dist
@@ -646,7 +639,7 @@ def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
     assert result["optimizer"].param_groups[0]["params"][0] is result["model"].weight
 
 
-def test_what_is_not_on_the_cpu_is_told_of(notebook: Notebook) -> None:
+def test_what_is_not_on_the_cpu_is_told_of(notebook):
     notebook.cell("""
         import torch
         class Elsewhere(torch.UntypedStorage):
@@ -668,7 +661,7 @@ def test_what_is_not_on_the_cpu_is_told_of(notebook: Notebook) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_on_a_gpu_arrive_on_the_cpu(notebook: Notebook) -> None:
+def test_tensors_on_a_gpu_arrive_on_the_cpu(notebook):
     notebook.cell("""
         import torch
         model = torch.nn.Linear(2, 2, device="cuda")
@@ -686,7 +679,7 @@ def test_tensors_on_a_gpu_arrive_on_the_cpu(notebook: Notebook) -> None:
     assert payload.unpack_result(result, payload.Registry()).weight.device.type == "cpu"
 
 
-def test_the_notebooks_models_are_named(notebook: Notebook) -> None:
+def test_the_notebooks_models_are_named(notebook):
     notebook.cell("""
         import torch
         model, other, unused = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
@@ -700,7 +693,7 @@ def test_the_notebooks_models_are_named(notebook: Notebook) -> None:
 # ---- what lives in a rank's process --------------------------------------------------------
 
 
-def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path) -> None:
+def test_plain_pickle_knows_the_cells_classes(notebook, tmp_path):
     notebook.cell("""
         import pickle
         from dataclasses import dataclass
@@ -728,8 +721,8 @@ def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path
     [(False, 2, "cuda:1", 1), (False, 1, "cuda:0", 1), (False, 0, "cpu", 0), (True, 2, "cpu", 0)],
 )
 def test_training_arguments_have_the_device_of_the_rank(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, count: int, device: str, num_gpus: int
-) -> None:
+    monkeypatch, on_cpu, count, device, num_gpus
+):
     kind = torch.device("cuda") if count else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: kind)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
@@ -747,7 +740,7 @@ def test_training_arguments_have_the_device_of_the_rank(
     assert later.settings == {"backend": "gloo", **other}
 
 
-def test_the_cells_sources_are_there(notebook: Notebook) -> None:
+def test_the_cells_sources_are_there(notebook):
     notebook.cell("unused = 1")
     notebook.cell("""
         import inspect, warnings
@@ -781,9 +774,7 @@ def test_the_cells_sources_are_there(notebook: Notebook) -> None:
 # ---- modules -------------------------------------------------------------------------------
 
 
-def test_modules_beside_the_notebook(
-    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_beside_the_notebook(notebook, tmp_path, monkeypatch):
     module = tmp_path / "beside_the_notebook.py"
     module.write_text("def value(): return 'first'\nclass Thing: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -807,7 +798,7 @@ def test_modules_beside_the_notebook(
 # ---- exceptions ----------------------------------------------------------------------------
 
 
-def test_exceptions_come_back_as_the_notebooks_own(notebook: Notebook) -> None:
+def test_exceptions_come_back_as_the_notebooks_own(notebook):
     notebook.cell("""
         import threading
         class Plain(Exception): pass
@@ -847,7 +838,7 @@ def test_exceptions_come_back_as_the_notebooks_own(notebook: Notebook) -> None:
     assert raised("held") is None
 
 
-def test_an_exception_that_does_not_unpickle_is_none() -> None:
+def test_an_exception_that_does_not_unpickle_is_none():
     assert payload.unpack_exception(None, payload.Registry()) is None
     assert payload.unpack_exception(b"garbage", payload.Registry()) is None
     data = payload.pack_exception(ValueError("x"))
@@ -855,7 +846,7 @@ def test_an_exception_that_does_not_unpickle_is_none() -> None:
     assert isinstance(error, ValueError)
 
 
-def test_a_result_that_does_not_unpickle_spoils_only_itself(notebook: Notebook) -> None:
+def test_a_result_that_does_not_unpickle_spoils_only_itself(notebook):
     notebook.cell("""
         import os
         class Shy:
@@ -869,7 +860,7 @@ def test_a_result_that_does_not_unpickle_spoils_only_itself(notebook: Notebook) 
     assert notebook.launch("train", False) == 1
 
 
-def test_a_result_that_is_a_small_part_of_a_tensor_comes_without_the_rest() -> None:
+def test_a_result_that_is_a_small_part_of_a_tensor_comes_without_the_rest():
     big = torch.arange(10_000_000)
     for part in (big[:3], big[-3:].to(torch.bfloat16), big[100:200:7], big[7], big[3:3]):
         packed = payload.pack_result({"part": part})
@@ -879,7 +870,7 @@ def test_a_result_that_is_a_small_part_of_a_tensor_comes_without_the_rest() -> N
         assert torch.equal(back["part"], part)
 
 
-def test_whether_a_function_has_something_to_train_is_known() -> None:
+def test_whether_a_function_has_something_to_train_is_known():
     def imports() -> None:
         import torch.nn  # noqa: F401
 

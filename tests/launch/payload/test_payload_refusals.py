@@ -4,7 +4,6 @@ import re
 import sys
 import threading
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ def refusal(notebook: Notebook, function: str, *args: Any, **kwargs: Any) -> str
     return str(caught.value)
 
 
-def test_what_cannot_be_pickled_is_named(notebook: Notebook) -> None:
+def test_what_cannot_be_pickled_is_named(notebook):
     notebook.cell("""
         import sqlite3, threading
         import torch
@@ -79,7 +78,7 @@ def test_what_cannot_be_pickled_is_named(notebook: Notebook) -> None:
         assert refusal(notebook, function).startswith(start)
 
 
-def test_arguments_are_named_as_the_function_names_them(notebook: Notebook) -> None:
+def test_arguments_are_named_as_the_function_names_them(notebook):
     notebook.cell("def train(data, *rest, option=None, **more): pass")
     lock = threading.Lock()
     for args, kwargs, name in (
@@ -92,7 +91,7 @@ def test_arguments_are_named_as_the_function_names_them(notebook: Notebook) -> N
         assert refusal(notebook, "train", *args, **kwargs).startswith(start)
 
 
-def test_what_would_be_wrong_is_refused_by_its_class(notebook: Notebook) -> None:
+def test_what_would_be_wrong_is_refused_by_its_class(notebook):
     notebook.cell(f"""
         class Accelerator:
             {STAYS_HOME} = "make it inside the function"
@@ -137,14 +136,14 @@ def _bare(path: str) -> Any:
         ("ipywidgets.IntProgress", "notebook's page"),
     ],
 )
-def test_objects_of_this_process_stay(notebook: Notebook, path: str, remedy: str) -> None:
+def test_objects_of_this_process_stay(notebook, path, remedy):
     notebook.cell("def train(): return thing")
     vars(notebook.main)["thing"] = _bare(path)
     text = refusal(notebook, "train")
     assert re.fullmatch(rf"`thing` \(\S+\), used in train, cannot travel; .*{remedy}.*", text)
 
 
-def test_a_bar_stays(notebook: Notebook) -> None:
+def test_a_bar_stays(notebook):
     notebook.cell("""
         from tqdm.auto import tqdm
         bar = tqdm(disable=True)
@@ -155,7 +154,7 @@ def test_a_bar_stays(notebook: Notebook) -> None:
     assert notebook.pack("fine")
 
 
-def test_a_run_stays(notebook: Notebook) -> None:
+def test_a_run_stays(notebook):
     run_class = types.new_class("Run")
     run_class.__module__ = "notebook_accel.launch.run"
     notebook.cell("def train(): return run[0]")
@@ -166,7 +165,7 @@ def test_a_run_stays(notebook: Notebook) -> None:
     )
 
 
-def test_a_result_that_cannot_be_pickled_is_named(notebook: Notebook) -> None:
+def test_a_result_that_cannot_be_pickled_is_named(notebook):
     notebook.cell(f"""
         class Prepared:
             {STAYS_HOME} = "return its state"
@@ -194,7 +193,7 @@ def test_a_result_that_cannot_be_pickled_is_named(notebook: Notebook) -> None:
         payload.pack_result(notebook["Open"]())
 
 
-def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> None:
+def test_an_error_of_the_users_own_keeps_its_traceback(notebook):
     notebook.cell("""
         class Shy:
             def __getstate__(self): raise OSError("stay away\\nplease")
@@ -211,9 +210,7 @@ def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> No
     assert caught.value.__cause__ is None
 
 
-def test_what_several_processes_would_share_is_refused_or_told(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_what_several_processes_would_share_is_refused_or_told(notebook, tmp_path):
     vars(notebook.main)["path"] = str(tmp_path / "text")
     notebook.cell("""
         import multiprocessing as mp, torch

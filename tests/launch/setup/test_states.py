@@ -97,27 +97,25 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found():
     found: dict[str, Any] = json.loads(run_script(NOTEBOOK).splitlines()[-1])
     return found
 
 
 @pytest.fixture(scope="module")
-def seen(found: dict[str, Any]) -> dict[str, Any]:
+def seen(found):
     """By question, what the two ranks of both launches say, and then the notebook itself."""
     ranks, here = found["late"]["ranks"], found["late"]["here"]
     return {name: {"ranks": [rank[name] for rank in ranks], "here": here[name]} for name in here}
 
 
-def test_ranks_start_from_the_notebooks_generators(seen: dict[str, Any]) -> None:
+def test_ranks_start_from_the_notebooks_generators(seen):
     """Both of them, in both launches: a launch draws nothing in the notebook."""
     assert seen["draws"]["ranks"] == [seen["draws"]["here"]] * 4
     assert seen["draws"]["here"][-1] == 5
 
 
-def test_levels_and_plain_handlers_of_logging_reach_the_ranks(
-    found: dict[str, Any], seen: dict[str, Any]
-) -> None:
+def test_levels_and_plain_handlers_of_logging_reach_the_ranks(found, seen):
     for text in found["late"]["logs"]:
         # Nor does a warning that is filtered say a word.
         assert text.splitlines() == ["DEBUG of mine: seen", "INFO of other: seen too"]
@@ -126,20 +124,18 @@ def test_levels_and_plain_handlers_of_logging_reach_the_ranks(
     assert seen["logs"]["here"] == ["StreamHandler", "Mine"]
 
 
-def test_a_log_file_is_added_to_and_never_cut(seen: dict[str, Any]) -> None:
+def test_a_log_file_is_added_to_and_never_cut(seen):
     lines = seen["files"]["here"]
     assert (lines[0], lines[-3:]) == ("notebook", ["rank none", "cell of rank none", ""])
     of_ranks = [f"{of}rank {rank}" for of in ("cell of ", "") for rank in (0, 0, 1, 1)]
     assert sorted(lines[1:-3]) == of_ranks
 
 
-def test_warning_filters_reach_the_ranks(seen: dict[str, Any]) -> None:
+def test_warning_filters_reach_the_ranks(seen):
     assert seen["warned"]["ranks"] == ["raised"] * 4
 
 
-def test_a_library_that_the_notebook_has_not_imported_is_seeded_alike_in_all_ranks(
-    found: dict[str, Any],
-) -> None:
+def test_a_library_that_the_notebook_has_not_imported_is_seeded_alike_in_all_ranks(found):
     drawn = found["early"]["ranks"]
     assert drawn[0] == drawn[1]
     assert drawn[2] == drawn[3]
@@ -207,14 +203,14 @@ def on_stderr(format_: str, **of_formatter: Any) -> logging.Handler:
     ],
 )
 def test_no_line_of_a_handler_or_a_format_is_lost_in_the_ranks(
-    make: Any, level: int, propagates: bool, has_filter: bool, text: str
-) -> None:
+    make, level, propagates, has_filter, text
+):
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         asked = pool.submit(lines_of_rank, make, level, propagates, has_filter)
         assert asked.result(60) == text
 
 
-def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch):
     """Once it has answered, the function cannot choose devices by CUDA_VISIBLE_DEVICES."""
     from notebook_accel.launch.setup.states import apply_generators, generators
 
@@ -229,7 +225,7 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch)
     assert seeded == [state["torch_seed"]], "devices start from it"
 
 
-def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch):
     from notebook_accel.launch.setup.states import capture
 
     app = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))

@@ -17,7 +17,7 @@ from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import _key, ask_template, template, warm
 
 
-def test_devices_that_cannot_be_counted_are_not_taken_for_none() -> None:
+def test_devices_that_cannot_be_counted_are_not_taken_for_none():
     source = template()
     # No process can have a variable with this name, so the child that counts fails. "VISIBLE" in
     # it makes it a question of its own: answers are kept by the variables that choose devices.
@@ -26,7 +26,7 @@ def test_devices_that_cannot_be_counted_are_not_taken_for_none() -> None:
     assert source.count_devices(dict(os.environ)).kind
 
 
-def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_refuses_the_process_is_named(monkeypatch):
     def refuse(*_args: object, **_options: object) -> NoReturn:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -59,11 +59,11 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
         ("TMPDIR", False),
     ],
 )
-def test_which_variables_need_another_template(name: str, needs_another: bool) -> None:
+def test_which_variables_need_another_template(name, needs_another):
     assert (_key({name: "1"}) != _key({})) is needs_another
 
 
-def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
+def test_a_kernel_without_room_for_a_descriptor_ends_no_template():
     source = template()
     source.wait_until_ready()
     closed = socket.socket()
@@ -74,9 +74,7 @@ def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
     assert source.alive
 
 
-def test_an_exit_that_was_not_read_yet_is_known_without_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_exit_that_was_not_read_yet_is_known_without_waiting(monkeypatch):
     source = template()
     source.wait_until_ready()
     exited = wire.AgentExited(pid=-8, exitcode=9)
@@ -84,7 +82,7 @@ def test_an_exit_that_was_not_read_yet_is_known_without_waiting(
     assert source.exit_of(-8, timeout=0.0) is exited
 
 
-def test_a_kernel_that_can_open_no_file_still_hears_its_template() -> None:
+def test_a_kernel_that_can_open_no_file_still_hears_its_template():
     source = template()
     source.wait_until_ready()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

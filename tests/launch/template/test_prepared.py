@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
@@ -54,7 +53,7 @@ class Libraries:
 
 
 @pytest.fixture(scope="module", name="little")
-def _little() -> Iterator[Template]:
+def _little():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle, "_BOOT", handle._BOOT)
         import_little()
@@ -64,13 +63,13 @@ def _little() -> Iterator[Template]:
 
 
 @pytest.fixture(name="libraries")
-def _libraries(tmp_path: Path, little: Template) -> Libraries:
+def _libraries(tmp_path, little):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     return Libraries(folder, little)
 
 
-def test_each_is_imported_once_and_with_the_variables_of_its_time(libraries: Libraries) -> None:
+def test_each_is_imported_once_and_with_the_variables_of_its_time(libraries):
     libraries.write("first_lib", "import os; assert os.environ['OF_A_CELL'] == '1'")
     libraries.write("second_lib", "import os; assert 'OF_A_CELL' not in os.environ")
     libraries.want("first_lib", OF_A_CELL="1")
@@ -100,9 +99,7 @@ def test_each_is_imported_once_and_with_the_variables_of_its_time(libraries: Lib
         ("ends", "import os; os._exit(0)", "ended the process"),
     ],
 )
-def test_what_does_not_survive_a_fork_is_left_out(
-    name: str, code: str, why: str, libraries: Libraries
-) -> None:
+def test_what_does_not_survive_a_fork_is_left_out(name, code, why, libraries):
     libraries.write(f"before_{name}")
     libraries.write(name, code)
     libraries.write(f"after_{name}")
@@ -114,7 +111,7 @@ def test_what_does_not_survive_a_fork_is_left_out(
     assert psutil.Process(found.pid).num_threads() == 1
 
 
-def test_a_library_that_does_not_survive_a_fork_is_tried_twice(libraries: Libraries) -> None:
+def test_a_library_that_does_not_survive_a_fork_is_tried_twice(libraries):
     starts = "import threading, time; threading.Thread(target=time.sleep, args=(99,)).start()"
     package = libraries.folder / "wide_lib"
     package.mkdir()
@@ -130,7 +127,7 @@ def test_a_library_that_does_not_survive_a_fork_is_tried_twice(libraries: Librar
     assert libraries.times("wide_lib/__init__") == 2
 
 
-def test_an_import_that_fails_asks_or_prints_hurts_nothing(libraries: Libraries) -> None:
+def test_an_import_that_fails_asks_or_prints_hurts_nothing(libraries):
     libraries.write("raises", "1 / 0")
     libraries.write("asks", "input('name?')")
     libraries.write("prints", "import sys; print('banner'); print('banner', file=sys.stderr)")
@@ -143,16 +140,14 @@ def test_an_import_that_fails_asks_or_prints_hurts_nothing(libraries: Libraries)
     assert "banner" not in libraries.source.error_output
 
 
-def test_one_that_imports_a_file_of_the_notebook_is_left_out(
-    libraries: Libraries, tmp_path: Path
-) -> None:
+def test_one_that_imports_a_file_of_the_notebook_is_left_out(libraries, tmp_path):
     (tmp_path / "own_file.py").write_text("x = 1")
     libraries.write("uses_own", "import own_file")
     libraries.want("uses_own", folders=(str(tmp_path),))
     assert "own_file.py, which may be edited" in libraries.imported().left_out["uses_own"]
 
 
-def test_a_library_whose_file_has_changed_is_imported_again(libraries: Libraries) -> None:
+def test_a_library_whose_file_has_changed_is_imported_again(libraries):
     path = libraries.write("edited_lib")
     libraries.want("edited_lib")
     before = libraries.imported()
@@ -162,7 +157,7 @@ def test_a_library_whose_file_has_changed_is_imported_again(libraries: Libraries
     assert after.pid not in (0, before.pid)
 
 
-def test_a_prepared_template_that_is_killed_is_made_again(libraries: Libraries) -> None:
+def test_a_prepared_template_that_is_killed_is_made_again(libraries):
     libraries.write("again_lib")
     libraries.want("again_lib")
     before = libraries.imported()
@@ -171,9 +166,7 @@ def test_a_prepared_template_that_is_killed_is_made_again(libraries: Libraries) 
     assert libraries.imported().pid not in (0, before.pid)
 
 
-def test_no_process_is_left_of_a_kernel_that_ends_while_its_template_imports(
-    libraries: Libraries,
-) -> None:
+def test_no_process_is_left_of_a_kernel_that_ends_while_its_template_imports(libraries):
     libraries.write("slow_lib", "import time; time.sleep(99)")
     code = f"""
 import sys, time, psutil
@@ -211,9 +204,7 @@ def _template_with(setting: str, monkeypatch: pytest.MonkeyPatch) -> Template:
     return Template(os.environ)
 
 
-def test_an_import_that_hangs_is_left_out(
-    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_that_hangs_is_left_out(libraries, monkeypatch):
     libraries.source = _template_with("_IMPORT_SECONDS = 2.0", monkeypatch)
     libraries.write("hangs", "import time; time.sleep(99)")
     libraries.write("after_hang")
@@ -224,9 +215,7 @@ def test_an_import_that_hangs_is_left_out(
     assert found.libraries == ("after_hang",)
 
 
-def test_with_little_memory_ranks_import_themselves_and_one_line_says_so(
-    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_little_memory_ranks_import_themselves_and_one_line_says_so(libraries, monkeypatch):
     libraries.source = _template_with("_LITTLE_MEMORY = 1 << 60", monkeypatch)
     libraries.write("large_lib")
     libraries.want("large_lib")

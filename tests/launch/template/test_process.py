@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import threading
-from pathlib import Path
 from uuid import uuid4
 
 import psutil
@@ -23,7 +22,7 @@ from tests.waiting import eventually
 
 
 @pytest.fixture(name="source")
-def _source() -> Template:
+def _source():
     """The template of this process, ready."""
     source = template()
     source.wait_until_ready()
@@ -34,7 +33,7 @@ def num_descriptors(source: Template) -> int:
     return psutil.Process(source.pid).num_fds()
 
 
-def test_an_agent_that_was_killed_is_reaped_and_reported(source: Template, tmp_path: Path) -> None:
+def test_an_agent_that_was_killed_is_reaped_and_reported(source, tmp_path):
     before = num_descriptors(source)
     with agent_by_hand(tmp_path) as agent:
         agent.launch(2)
@@ -48,7 +47,7 @@ def test_an_agent_that_was_killed_is_reaped_and_reported(source: Template, tmp_p
     )
 
 
-def test_agents_inherit_nothing_of_each_other(source: Template, tmp_path: Path) -> None:
+def test_agents_inherit_nothing_of_each_other(source, tmp_path):
     soft, hard = psutil.Process(source.pid).rlimit(psutil.RLIMIT_NOFILE)
     assert soft == hard, "there is room for many of them"
     # Agents close what is the template's as they begin.
@@ -60,7 +59,7 @@ def test_agents_inherit_nothing_of_each_other(source: Template, tmp_path: Path) 
         assert psutil.Process(third.pid).num_fds() == found
 
 
-def test_devices_are_counted_in_a_child_of_which_nothing_is_left(source: Template) -> None:
+def test_devices_are_counted_in_a_child_of_which_nothing_is_left(source):
     before = num_descriptors(source)
     children = {child.pid for child in psutil.Process(source.pid).children()}
     # A variable that nobody asked with before: answers are kept by those that choose devices.
@@ -71,9 +70,7 @@ def test_devices_are_counted_in_a_child_of_which_nothing_is_left(source: Templat
     assert num_descriptors(source) <= before
 
 
-def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(monkeypatch):
     monkeypatch.setattr(handle, "_BOOT", handle._BOOT)
     import_little()
     source = Template(os.environ)
@@ -91,9 +88,7 @@ def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(
 
 
 @pytest.mark.parametrize("refused", ["fork", "pidfd_open"])
-def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(
-    refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(refused, monkeypatch):
     def refuse(*_: object) -> int:
         raise OSError(errno.EAGAIN, "no more of them")
 

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ SOON = 40.0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _light() -> Iterator[None]:
+def _light():
     """Templates here are made to be ended: each imports no more than it needs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle, "_BOOT", handle._BOOT)
@@ -33,7 +32,7 @@ def _light() -> Iterator[None]:
 
 
 @pytest.fixture
-def ready() -> Iterator[Template]:
+def ready():
     """The template of this process, ready; afterwards it is no more, however it was left."""
     source = template()
     source.wait_until_ready()
@@ -45,16 +44,14 @@ def a_launch() -> list[Any]:
     return on_cpu(lambda: 1).results
 
 
-def test_a_template_that_answers_garbage_is_replaced(ready: Template) -> None:
+def test_a_template_that_answers_garbage_is_replaced(ready):
     # As if half a frame had been lost: what follows is read as another length.
     ready._channel._incoming += b"garbage that is no frame"
     assert a_launch() == [1, 1]
     assert template().pid != ready.pid
 
 
-def test_a_template_whose_answer_is_lost_is_replaced(
-    ready: Template, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_whose_answer_is_lost_is_replaced(ready, monkeypatch):
     monkeypatch.setattr(handle, "_FORK_SECONDS", 0.5)
     # A length that more bytes are waited for than will ever come.
     ready._channel._incoming += b"\x00\x10\x00\x00\x00"
@@ -65,7 +62,7 @@ def test_a_template_whose_answer_is_lost_is_replaced(
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * SOON)
-def test_launches_of_two_threads_with_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_two_threads_with_other_variables(monkeypatch):
     """Each needs a template of its own: neither closes the one that the other waits for."""
     results: dict[int, Any] = {}
 
@@ -87,9 +84,7 @@ def test_launches_of_two_threads_with_other_variables(monkeypatch: pytest.Monkey
     assert a_launch() == [1, 1]
 
 
-def test_a_template_of_a_package_that_was_updated_meanwhile_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_template_of_a_package_that_was_updated_meanwhile_is_named(monkeypatch):
     monkeypatch.setattr(wire, "VERSION", wire.VERSION + 1)
     source = Template(os.environ)
     with pytest.raises(LaunchError, match="another version of notebook_accel"):

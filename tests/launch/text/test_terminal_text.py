@@ -33,11 +33,11 @@ from notebook_accel.launch.text.terminal_text import (
         ("tabs\tand\nlines stay", "tabs\tand\nlines stay"),
     ],
 )
-def test_what_a_terminal_would_obey_is_left_out(text: str, plain: str) -> None:
+def test_what_a_terminal_would_obey_is_left_out(text, plain):
     assert plain_text(text) == plain
 
 
-def test_titles_without_an_end_take_no_time_that_grows_by_their_square() -> None:
+def test_titles_without_an_end_take_no_time_that_grows_by_their_square():
     assert plain_text("\x9d" * 1_000_000 + "text") == "text"
 
 
@@ -52,7 +52,7 @@ def test_titles_without_an_end_take_no_time_that_grows_by_their_square() -> None
         ("\x1b[0m" * 100_000 + "end", "…"),
     ],
 )
-def test_a_name_becomes_one_line(text: str, line: str) -> None:
+def test_a_name_becomes_one_line(text, line):
     assert one_line(text, 10) == line
 
 
@@ -67,7 +67,7 @@ def test_a_name_becomes_one_line(text: str, line: str) -> None:
         ("", ""),
     ],
 )
-def test_what_is_left_of_a_line(line: str, shown: str) -> None:
+def test_what_is_left_of_a_line(line, shown):
     assert as_shown(line) == shown
 
 
@@ -92,7 +92,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_show_what_the_whole_shows(text: str) -> None:
+def test_pieces_show_what_the_whole_shows(text):
     whole = fold([text])
     assert list(whole.lines) == [as_shown(line) for line in text.removesuffix("\n").split("\n")]
     assert whole.is_open == (not text.endswith("\n"))
@@ -103,7 +103,7 @@ def test_pieces_show_what_the_whole_shows(text: str) -> None:
         assert fold(pieces) == whole, pieces
 
 
-def test_a_line_that_is_rewritten_piece_by_piece() -> None:
+def test_a_line_that_is_rewritten_piece_by_piece():
     """``print(n, end="\\r")``, as most home-made progress does it."""
     tail = fold([f"{n}%\r" for n in range(100)])
     assert tail == Tail(("99%",), is_open=True, is_rewound=True)
@@ -111,13 +111,13 @@ def test_a_line_that_is_rewritten_piece_by_piece() -> None:
     assert append_output(tail, "done\n", limit=100) == Tail(("done",))
 
 
-def test_only_the_last_lines_are_kept() -> None:
+def test_only_the_last_lines_are_kept():
     last = Tail(("995", "996", "997", "998", "999"))
     assert fold([f"{n}\n" for n in range(1000)], limit=5) == last
     assert fold(["".join(f"{n}\n" for n in range(1000))], limit=5) == last
 
 
-def test_a_line_without_end_is_bounded() -> None:
+def test_a_line_without_end_is_bounded():
     tail = fold(["." * 1000 + str(n) for n in range(1000)])
     assert tail.is_open
     (line,) = tail.lines
@@ -125,7 +125,7 @@ def test_a_line_without_end_is_bounded() -> None:
     assert line.endswith("." * 1000 + "999")
 
 
-def test_of_a_line_that_grows_for_ever_the_begin_stays_and_the_end_moves() -> None:
+def test_of_a_line_that_grows_for_ever_the_begin_stays_and_the_end_moves():
     whole = "epoch 1 " + "." * 10_000 + " done"
     for size in (1, 100, 5_000, len(whole)):
         pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
@@ -137,6 +137,6 @@ def test_of_a_line_that_grows_for_ever_the_begin_stays_and_the_end_moves() -> No
         assert len(line) <= MAX_LINE
 
 
-def test_nothing_changes_nothing() -> None:
+def test_nothing_changes_nothing():
     tail = Tail(("a", "b"), is_open=True)
     assert append_output(tail, "", limit=5) is tail

@@ -46,11 +46,11 @@ def used(text: str) -> set[str]:
         ("def f():\n    !ls {folder}", "ls folder"),
     ],
 )
-def test_names_that_a_cell_looks_up_are_used_and_no_others(text: str, expected: str) -> None:
+def test_names_that_a_cell_looks_up_are_used_and_no_others(text, expected):
     assert used(text) == set(expected.split())
 
 
-def test_a_long_chain_of_calls_loses_no_name() -> None:
+def test_a_long_chain_of_calls_loses_no_name():
     names = names_of("import os.path\nx = os.path.join(y)" + ".replace(a, b)" * 200)
     assert names.used == {"y", "a", "b"}
     assert names.dotted == {"os.path", "os.path.join"}

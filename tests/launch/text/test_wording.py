@@ -36,5 +36,5 @@ from notebook_accel.launch.text import wording
         (wording.rank_list([9, 0, 4, 3]), "ranks 0, 3-4 and 9"),
     ],
 )
-def test_numbers_read_as_a_person_writes_them(said: str, expected: str) -> None:
+def test_numbers_read_as_a_person_writes_them(said, expected):
     assert said == expected

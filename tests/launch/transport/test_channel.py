@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,14 +23,14 @@ BIG = "x" * 3_000_000
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_descriptor() -> Iterator[None]:
+def _leaves_no_descriptor():
     before = open_descriptors()
     yield
     assert not open_descriptors() - before
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Channel, Channel]]:
+def pair():
     ours, theirs = socket.socketpair()
     one, other = Channel(ours), Channel(theirs)
     yield one, other
@@ -40,7 +39,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
 
 
 @pytest.fixture
-def raw() -> Iterator[tuple[socket.socket, Channel]]:
+def raw():
     """A peer that may send anything, and the channel that hears it."""
     theirs, ours = socket.socketpair()
     channel = Channel(ours)
@@ -83,9 +82,7 @@ def notice(text: str) -> bytes:
 # ---- messages ------------------------------------------------------------------------------
 
 
-def test_a_write_that_is_broken_off_anywhere_goes_on_where_it_stopped(
-    pair: tuple[Channel, Channel], tmp_path: Path
-) -> None:
+def test_a_write_that_is_broken_off_anywhere_goes_on_where_it_stopped(pair, tmp_path):
     """As by a signal handler that raises, before each single step of the code."""
     ours, theirs = pair
     instant, broken_off = 0, True
@@ -131,7 +128,7 @@ def _raises_at(instant: int, act: Callable[[], Any]) -> bool:
     return False
 
 
-def test_frames_split_at_any_byte(raw: tuple[socket.socket, Channel]) -> None:
+def test_frames_split_at_any_byte(raw):
     peer, channel = raw
     data = notice("first") + notice("second") + notice("")
     whole: list[str] = []
@@ -148,7 +145,7 @@ def test_frames_split_at_any_byte(raw: tuple[socket.socket, Channel]) -> None:
     assert whole[-3:] == ["first", "second", ""]
 
 
-def test_receive_gives_one_message_and_keeps_the_rest(raw: tuple[socket.socket, Channel]) -> None:
+def test_receive_gives_one_message_and_keeps_the_rest(raw):
     peer, channel = raw
     peer.sendall(notice("a") + notice("b") + notice("c"))
     assert text_of(channel.receive()[0]) == "a"
@@ -156,7 +153,7 @@ def test_receive_gives_one_message_and_keeps_the_rest(raw: tuple[socket.socket, 
     assert channel.drain() == []
 
 
-def test_posting_never_blocks_and_flushing_takes_what_fits(pair: tuple[Channel, Channel]) -> None:
+def test_posting_never_blocks_and_flushing_takes_what_fits(pair):
     one, other = pair
     for number in range(4):
         one.post(wire.Notice(text=f"{number}{BIG}"))
@@ -174,7 +171,7 @@ def test_posting_never_blocks_and_flushing_takes_what_fits(pair: tuple[Channel, 
 # ---- descriptors ---------------------------------------------------------------------------
 
 
-def test_descriptors_travel_beside_their_message(pair: tuple[Channel, Channel]) -> None:
+def test_descriptors_travel_beside_their_message(pair):
     one, other = pair
     reading, writing = os.pipe()
     one.send(wire.Notice(text="without"))
@@ -192,7 +189,7 @@ def test_descriptors_travel_beside_their_message(pair: tuple[Channel, Channel]) 
     os.close(reading)
 
 
-def test_closing_closes_what_was_not_taken_or_sent(pair: tuple[Channel, Channel]) -> None:
+def test_closing_closes_what_was_not_taken_or_sent(pair):
     one, other = pair
     reading, writing = os.pipe()
     one.send(wire.Notice(text="half of it is read"), (writing,))
@@ -209,7 +206,7 @@ def test_closing_closes_what_was_not_taken_or_sent(pair: tuple[Channel, Channel]
 # ---- a peer that goes, or talks nonsense ---------------------------------------------------
 
 
-def test_what_came_before_the_end_is_given_out(raw: tuple[socket.socket, Channel]) -> None:
+def test_what_came_before_the_end_is_given_out(raw):
     peer, channel = raw
     peer.sendall(notice("last words") + notice("cut off")[:-1])
     peer.close()
@@ -244,9 +241,7 @@ def test_what_came_before_the_end_is_given_out(raw: tuple[socket.socket, Channel
         "noise",
     ],
 )
-def test_garbage_ends_the_channel_after_what_came_before(
-    raw: tuple[socket.socket, Channel], garbage: bytes
-) -> None:
+def test_garbage_ends_the_channel_after_what_came_before(raw, garbage):
     peer, channel = raw
     with beside(lambda: peer.sendall(notice("good") + garbage + notice("after"))):
         assert text_of(channel.receive()[0]) == "good"

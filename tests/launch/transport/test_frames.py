@@ -3,8 +3,6 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,14 +18,14 @@ BIG = os.urandom(1 << 16) * 400  # 26 MB: more than sockets hold
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_descriptor() -> Iterator[None]:
+def _leaves_no_descriptor():
     before = open_descriptors()
     yield
     assert not open_descriptors() - before
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[FramedChannel, FramedChannel]]:
+def pair():
     one, other = map(FramedChannel, socket.socketpair())
     yield one, other
     one.close()
@@ -74,7 +72,7 @@ def text(message: wire.Message) -> str:
 # ---- segments ------------------------------------------------------------------------------
 
 
-def test_both_ways_at_once(pair: tuple[FramedChannel, FramedChannel]) -> None:
+def test_both_ways_at_once(pair):
     one, other = pair
     post(one, 0, BIG)
     post(other, 1, BIG[::-1])
@@ -94,9 +92,7 @@ def test_both_ways_at_once(pair: tuple[FramedChannel, FramedChannel]) -> None:
 # ---- other messages meanwhile --------------------------------------------------------------
 
 
-def test_a_message_that_is_posted_later_passes_a_large_value_of_another_rank(
-    pair: tuple[FramedChannel, FramedChannel],
-) -> None:
+def test_a_message_that_is_posted_later_passes_a_large_value_of_another_rank(pair):
     one, other = pair
     one.post(wire.Notice(rank=0, text="before"))
     post(one, 0, BIG)
@@ -115,9 +111,7 @@ def test_a_message_that_is_posted_later_passes_a_large_value_of_another_rank(
     assert value(*got[5]) == BIG[:100_000]
 
 
-def test_what_an_agent_is_told_about_a_call_comes_after_the_call(
-    pair: tuple[FramedChannel, FramedChannel],
-) -> None:
+def test_what_an_agent_is_told_about_a_call_comes_after_the_call(pair):
     one, other = pair
     packet, fds = pack(Packed((memoryview(BIG),)))
     one.post(wire.BeginCall(call=1, payload=packet, grace=10), fds)
@@ -130,7 +124,7 @@ def test_what_an_agent_is_told_about_a_call_comes_after_the_call(
         os.close(fd)
 
 
-def test_a_message_with_several_segments(pair: tuple[FramedChannel, FramedChannel]) -> None:
+def test_a_message_with_several_segments(pair):
     one, other = pair
     (message, first), (_, second) = returned(0, BIG), returned(0, BIG[:100_000])
     one.post(message, (*first, *second))
@@ -142,9 +136,7 @@ def test_a_message_with_several_segments(pair: tuple[FramedChannel, FramedChanne
         os.close(fd)
 
 
-def test_a_log_goes_on_while_a_value_is_sent(
-    pair: tuple[FramedChannel, FramedChannel], tmp_path: Path
-) -> None:
+def test_a_log_goes_on_while_a_value_is_sent(pair, tmp_path):
     one, other = pair
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.write_bytes(b"a line\n")
@@ -165,9 +157,7 @@ def test_a_log_goes_on_while_a_value_is_sent(
 # ---- files that grow -----------------------------------------------------------------------
 
 
-def test_a_file_is_followed_to_its_end(
-    pair: tuple[FramedChannel, FramedChannel], tmp_path: Path
-) -> None:
+def test_a_file_is_followed_to_its_end(pair, tmp_path):
     one, other = pair
     source, copy = tmp_path / "source", tmp_path / "copy"
     with source.open("wb", buffering=0) as log:
@@ -198,9 +188,7 @@ def test_a_file_is_followed_to_its_end(
 # ---- a peer that goes, or talks nonsense ---------------------------------------------------
 
 
-def test_what_is_not_whole_when_the_peer_goes_is_not_given_out(
-    pair: tuple[FramedChannel, FramedChannel],
-) -> None:
+def test_what_is_not_whole_when_the_peer_goes_is_not_given_out(pair):
     one, other = pair
     one.post(wire.Notice(rank=0, text="before"))
     post(one, 0, BIG)
@@ -217,7 +205,7 @@ def test_what_is_not_whole_when_the_peer_goes_is_not_given_out(
     ("nonsense", "num_fds"),
     [(wire.Data(rank=0, data=b"uninvited"), 0), (wire.Notice(text="with a segment"), 1)],
 )
-def test_nonsense_ends_the_channel(nonsense: wire.Message, num_fds: int) -> None:
+def test_nonsense_ends_the_channel(nonsense, num_fds):
     peer, sock = socket.socketpair()
     channel = FramedChannel(sock)
     peer.sendall(frame(encode(wire.Notice(text="good"))))

@@ -2,8 +2,6 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from notebook_accel import wire
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.view import plain
@@ -39,7 +37,7 @@ def output(rank: int, text: str, skipped: int = 0) -> wire.Output:
     return wire.Output(rank=rank, text=text, skipped=skipped)
 
 
-def test_each_line_is_printed_once_with_its_rank() -> None:
+def test_each_line_is_printed_once_with_its_rank():
     shown = Shown()
     state = after(running(2), output(0, "a\nb\n"), output(1, "\x1b[31mc\x1b[0m\n"))
     assert shown.poll(state) == ["[rank 0] a", "[rank 0] b", "[rank 1] c"]
@@ -47,7 +45,7 @@ def test_each_line_is_printed_once_with_its_rank() -> None:
     assert shown.poll(after(state, output(0, "d\n"))) == ["[rank 0] d"]
 
 
-def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended() -> None:
+def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended():
     shown = Shown()
     state = after(running(2), output(0, "half"))
     assert shown.poll(state) == []
@@ -58,7 +56,7 @@ def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended() -> None:
     assert ended[1].startswith("train: succeeded")
 
 
-def test_lines_beyond_the_budget_wait_or_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_beyond_the_budget_wait_or_are_counted(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(plain, "_BURST", 10)
@@ -95,7 +93,7 @@ def test_lines_beyond_the_budget_wait_or_are_counted(monkeypatch: pytest.MonkeyP
     assert "[rank 1] d" in ended
 
 
-def test_lines_that_the_state_no_longer_holds_are_counted() -> None:
+def test_lines_that_the_state_no_longer_holds_are_counted():
     shown = Shown()
     assert shown.poll(after(running(2), output(0, "".join(f"{n}\n" for n in range(3000))))) == [
         "[rank 0] … 2,600 lines not shown, whole in /runs/1",
@@ -103,7 +101,7 @@ def test_lines_that_the_state_no_longer_holds_are_counted() -> None:
     ]
 
 
-def test_progress_and_metrics_come_now_and_then_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_and_metrics_come_now_and_then_and_once(monkeypatch):
     monkeypatch.setattr(plain, "_PROGRESS_SECONDS", 0.0)
     shown = Shown()
     bar = wire.Bar(rank=0, bar=1, name="epoch 1", n=50, total=100, rate=10.0)
@@ -115,20 +113,20 @@ def test_progress_and_metrics_come_now_and_then_and_once(monkeypatch: pytest.Mon
     assert Shown().poll(state) == []
 
 
-def test_notices_are_printed_once() -> None:
+def test_notices_are_printed_once():
     shown = Shown()
     state = after(running(2), wire.Notice(text="mind this"))
     assert shown.poll(state) == ["notebook_accel: mind this"]
     assert shown.poll(after(state, wire.Notice(text="and this"))) == ["notebook_accel: and this"]
 
 
-def test_the_end_is_told_once() -> None:
+def test_the_end_is_told_once():
     shown = Shown()
     assert len(shown.print_end(succeeded(running(2)))) == 4
     assert shown.print_end(succeeded(running(2))) == []
 
 
-def test_of_what_a_rank_displayed_its_text_is_printed() -> None:
+def test_of_what_a_rank_displayed_its_text_is_printed():
     shown = Shown()
     figure = {"image/png": "AAAA", "text/plain": "<Figure>\x1b[2J\n  with 1 Axes"}
     for data in (figure, {"image/png": "AAAA", "text/html": "<b>"}):
@@ -144,7 +142,7 @@ def test_of_what_a_rank_displayed_its_text_is_printed() -> None:
     ]
 
 
-def test_it_prints_where_standard_output_goes_now(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_where_standard_output_goes_now(capsys):
     view = PlainView()
     run: Any = SimpleNamespace(state=after(running(1), output(0, "a\n")), log_dir="")
     view.open(run)
@@ -152,7 +150,7 @@ def test_it_prints_where_standard_output_goes_now(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "[rank 0] a\n"
 
 
-def test_nothing_that_a_terminal_obeys_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_a_terminal_obeys_is_printed(monkeypatch):
     monkeypatch.setattr(plain, "_PROGRESS_SECONDS", 0.0)
     shown = Shown()
     hostile = "a\x1b[2J\x9b31m\x00\u202e\nFAKE: 1"

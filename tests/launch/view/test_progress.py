@@ -44,11 +44,11 @@ def bar(
     )
 
 
-def test_a_rank_that_did_nothing_yet_says_nothing() -> None:
+def test_a_rank_that_did_nothing_yet_says_nothing():
     assert progress_lines(RankState(rank=0)) == [ProgressLine()]
 
 
-def test_a_bar_counts_open_or_closed() -> None:
+def test_a_bar_counts_open_or_closed():
     (line,) = progress_lines(RankState(rank=0, bars=(bar(1, "train", 50, 100),)))
     assert (line.text, line.fraction, line.remaining) == ("train: 50/100", 0.5, "0:05")
     closed = RankState(rank=0, bars=(bar(1, "train", 100, 100, closed=True),))
@@ -73,7 +73,7 @@ def nested(*, epoch_rate: float | None) -> RankState:
     )
 
 
-def test_all_bars_around_the_newest_one_are_there_and_the_outermost_has_the_time_left() -> None:
+def test_all_bars_around_the_newest_one_are_there_and_the_outermost_has_the_time_left():
     lines = progress_lines(nested(epoch_rate=0.1))
     assert [line.text for line in lines] == ["epochs: 1/3", "eval: 5/20"]
     # 15 s of this evaluation, and one epoch of 10 s.
@@ -82,14 +82,14 @@ def test_all_bars_around_the_newest_one_are_there_and_the_outermost_has_the_time
     assert progress_lines(nested(epoch_rate=None))[0].remaining == "0:35"
 
 
-def test_a_bar_that_was_closed_stays_until_the_next_of_its_depth() -> None:
+def test_a_bar_that_was_closed_stays_until_the_next_of_its_depth():
     bars = (bar(1, "epochs", 1, 3), bar(2, "train", 9, 9, closed=True, depth=1))
     assert [b.name for b in current_bars(bars)] == ["epochs", "train"]
     bars = (bar(1, "warm", 9, 9, closed=True), bar(2, "train", 1, 9))
     assert [b.name for b in current_bars(bars)] == ["train"]
 
 
-def test_a_rank_that_trains_after_its_bars_shows_its_steps() -> None:
+def test_a_rank_that_trains_after_its_bars_shows_its_steps():
     def at(number: int, n: float, *, closed: bool = False) -> wire.Bar:
         return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, total=9, closed=closed)
 
@@ -106,7 +106,7 @@ def test_a_rank_that_trains_after_its_bars_shows_its_steps() -> None:
     assert progress_text(state.ranks[0]) == "bar 1: 9/9"
 
 
-def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_advances() -> None:
+def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_advances():
     def at(number: int, n: float, *, closed: bool = False) -> wire.Bar:
         return wire.Bar(rank=0, bar=number, name=f"Epoch {number}", n=n, total=3, closed=closed)
 
@@ -119,7 +119,7 @@ def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_adva
     assert progress_text(state.ranks[0]) == "Epoch 2: 3/3"
 
 
-def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came() -> None:
+def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came():
     def at(number: int, name: str, n: float, *, closed: bool = False) -> wire.Bar:
         return wire.Bar(rank=0, bar=number, name=name, n=n, total=2, closed=closed)
 
@@ -132,29 +132,29 @@ def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came() -> None:
     assert progress_text(state.ranks[0]) == "epochs: 2/2"
 
 
-def test_the_rate_is_that_of_the_bar_that_the_progress_names_last() -> None:
+def test_the_rate_is_that_of_the_bar_that_the_progress_names_last():
     rank = nested(epoch_rate=0.1)
     assert rank_facts(rank, 1.0)[2:4] == ("epochs: 1/3, eval: 5/20", "1.00 it/s")
     assert rank_facts(replace(rank, returned=True), 1.0)[2:4] == ("epochs: 1/3", "10.0 s/it")
 
 
-def test_where_a_rank_failed_its_inner_bars_say_so() -> None:
+def test_where_a_rank_failed_its_inner_bars_say_so():
     assert progress_text(nested(epoch_rate=None)) == "epochs: 1/3, eval: 5/20"
 
 
-def test_a_rank_that_lost_a_peer_does_not_look_like_the_culprit() -> None:
+def test_a_rank_that_lost_a_peer_does_not_look_like_the_culprit():
     lost = wire.Raised(rank=1, kind="lost peer", type_name="E", text="", traceback="")
     state = with_failed(after(running(2), lost), [0])
     assert [condition(rank) for rank in state.ranks] == ["failed", "lost peer"]
     assert rank_facts(state.ranks[1], 1.0)[1] == "○ lost peer"
 
 
-def test_a_bar_without_an_end_has_no_fraction() -> None:
+def test_a_bar_without_an_end_has_no_fraction():
     (far,) = progress_lines(RankState(rank=0, bars=(bar(1, "", 1240, None),)))
     assert (far.text, far.fraction, far.remaining) == ("1,240", None, "")
 
 
-def test_counters_stand_in_for_a_bar() -> None:
+def test_counters_stand_in_for_a_bar():
     rank = RankState(rank=0, batches=230, total_batches=100, pass_start=200, steps=115)
     (far,) = progress_lines(rank, throughput=7.0)
     assert (far.text, far.fraction) == ("115 steps, 30/100 batches", 0.3)
@@ -162,7 +162,7 @@ def test_counters_stand_in_for_a_bar() -> None:
     assert progress_text(RankState(rank=0, steps=9)) == "9 steps"
 
 
-def test_throughput_is_that_of_the_last_seconds() -> None:
+def test_throughput_is_that_of_the_last_seconds():
     throughput = Throughput()
     state = running(1)
     for second in range(30):
@@ -174,7 +174,7 @@ def test_throughput_is_that_of_the_last_seconds() -> None:
     assert Throughput().of(0) is None
 
 
-def test_throughput_of_ranks_that_only_draw_bars_is_that_of_the_innermost_ones() -> None:
+def test_throughput_of_ranks_that_only_draw_bars_is_that_of_the_innermost_ones():
     throughput = Throughput()
     state = replace(running(2), ranks=(nested(epoch_rate=0.1), RankState(rank=1)))
     assert throughput.of_run(state) == (1.0, "it")
@@ -188,7 +188,7 @@ def test_throughput_of_ranks_that_only_draw_bars_is_that_of_the_innermost_ones()
     assert Throughput().of_run(running(2)) is None
 
 
-def test_the_rate_of_a_run_is_named_by_a_rank_that_has_one() -> None:
+def test_the_rate_of_a_run_is_named_by_a_rank_that_has_one():
     throughput = Throughput()
     for second in range(3):
         # Rank 0 reads no data, as the first rank of a pipeline may.
@@ -198,7 +198,7 @@ def test_the_rate_of_a_run_is_named_by_a_rank_that_has_one() -> None:
     assert throughput.of_run(state) == (10.0, "batch")
 
 
-def test_many_ranks_fold_and_failed_ones_stay() -> None:
+def test_many_ranks_fold_and_failed_ones_stay():
     state = with_failed(running(128), [127])
     shown = ranks_with_row(state.ranks)
     assert [rank.rank for rank in shown] == [0, 1, 2, 3, 4, 5, 6, 127]
@@ -206,7 +206,7 @@ def test_many_ranks_fold_and_failed_ones_stay() -> None:
     assert hidden_ranks(state.ranks, state.ranks) == ""
 
 
-def test_the_summary_is_a_table() -> None:
+def test_the_summary_is_a_table():
     lines = summary_lines(succeeded(running(2)), now=0.0)
     assert lines[0] == "train: succeeded, 2 ranks, 42.0 s"
     assert lines[1].split() == ["rank", "state", "progress", "rate", "memory"]

@@ -28,12 +28,12 @@ def state(*ranks: wire.StepTimes, **fields: Any) -> RunState:
     return replace(begun, ranks=tuple(own))
 
 
-def test_nothing_is_shown_before_steps_are_known() -> None:
+def test_nothing_is_shown_before_steps_are_known():
     assert step_table(state(wire.StepTimes(), wire.StepTimes(num_steps=4, total=1))) == []
     assert step_lines(state(wire.StepTimes())) == []
 
 
-def test_each_of_few_ranks_has_a_row() -> None:
+def test_each_of_few_ranks_has_a_row():
     assert step_table(state(times(), times(data=25, backward=30))) == [
         ("rank", "a step", "data", "forward", "backward", "collectives", "optimizer", "rest"),
         ("0", "100.0 ms", "5%", "30%", "50%", "0%", "10%", "5%"),
@@ -41,7 +41,7 @@ def test_each_of_few_ranks_has_a_row() -> None:
     ]
 
 
-def test_of_many_ranks_the_slowest_and_the_median_have_one() -> None:
+def test_of_many_ranks_the_slowest_and_the_median_have_one():
     fast, slow = times(backward=10, collectives=40), times(data=45, backward=10)
     run = state(*[fast] * 100, slow, *[fast] * 27)
     assert [row[:3] for row in step_table(run)[1:]] == [
@@ -72,11 +72,11 @@ def test_of_many_ranks_the_slowest_and_the_median_have_one() -> None:
         ([times(), times(forward=60)], ""),
     ],
 )
-def test_what_is_said_of_the_speed(ranks: list[wire.StepTimes], line: str) -> None:
+def test_what_is_said_of_the_speed(ranks, line):
     assert step_lines(state(*ranks)) == ([line] if line else [])
 
 
-def test_memory_that_is_nearly_full_is_told_before_it_is() -> None:
+def test_memory_that_is_nearly_full_is_told_before_it_is():
     run = state(times(), times(), device_peak=int(22e9), device_limit=int(24e9))
     assert [row[-1] for row in step_table(run)] == ["peak memory", *["22.0 GB of 24.0 GB"] * 2]
     line = "device memory of ranks 0-1 is nearly full, 22.0 GB of 24.0 GB at the peak"

@@ -18,7 +18,7 @@ HOSTILE_NAMES = [
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_a_name_is_one_short_line_of_plain_text(name: str) -> None:
+def test_a_name_is_one_short_line_of_plain_text(name):
     bar = wire.Bar(rank=0, bar=0, name=name, n=1, total=3, rate=1.0, elapsed=1.0, unit=name)
     state = after(running(1, name=name), logged(0, {name: 1.0}), bar)
     lines = summary_lines(succeeded(state), now=1042.0)
@@ -28,7 +28,7 @@ def test_a_name_is_one_short_line_of_plain_text(name: str) -> None:
     assert lines[3].startswith(name[:1])
 
 
-def test_ranks_that_were_not_asked_are_told_from_those_that_ran() -> None:
+def test_ranks_that_were_not_asked_are_told_from_those_that_ran():
     state = starting(run="id", name="In[3]", world_size=3, started=1000.0, asked=frozenset([1, 2]))
     assert condition(state.ranks[0]) == "not asked"
     title, _, *rows = summary_lines(succeeded(state), now=1042.0)
@@ -38,7 +38,7 @@ def test_ranks_that_were_not_asked_are_told_from_those_that_ran() -> None:
     assert progress_lines(succeeded(state).ranks[0])[0].fraction is None
 
 
-def test_of_many_metrics_the_first_are_named() -> None:
+def test_of_many_metrics_the_first_are_named():
     values = {f"m{number}": float(number) for number in range(20_000)}
     lines = summary_lines(after(running(1), logged(0, values)), now=1042.0)
     assert lines[-2] == f"m{MAX_NAMED_METRICS - 1}: {MAX_NAMED_METRICS - 1}"

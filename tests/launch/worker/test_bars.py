@@ -162,7 +162,7 @@ gc.collect()
 
 
 @pytest.fixture(scope="module")
-def played() -> dict[str, dict[str, Any]]:
+def played():
     """All scenes at once: most of the time of each is its imports."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -197,31 +197,27 @@ def played() -> dict[str, dict[str, Any]]:
         ("dropped", [["dropped", 1, 5, True]]),
     ],
 )
-def test_bars_report_however_they_are_made(
-    scene: str, bars: list[Any], played: dict[str, Any]
-) -> None:
+def test_bars_report_however_they_are_made(scene, bars, played):
     assert played[scene]["bars"] == bars
 
 
-def test_nothing_is_drawn(played: dict[str, Any]) -> None:
+def test_nothing_is_drawn(played):
     drawn = {name: scene["stderr"] for name, scene in played.items() if scene["stderr"]}
     assert drawn == {"write": "line 0\nline 1\nline 2\n"}
     assert "own: 100%" in played["own file"]["own"], "but into a file of its own"
 
 
-def test_bars_in_threads(played: dict[str, Any]) -> None:
+def test_bars_in_threads(played):
     told = sorted(played["thread"]["bars"])
     assert told == [["thread 3", 3, 3, True], ["thread 4", 4, 4, True]]
 
 
-def test_bars_do_beside_what_they_did(played: dict[str, Any]) -> None:
+def test_bars_do_beside_what_they_did(played):
     assert (played["subclass"]["updated"], played["subclass"]["displayed"]) == (10, True)
     postfix = played["manual"]["postfix"]
     assert (postfix[0], postfix[-1]) == ("", "loss=0.5")
 
 
-def test_neither_a_forked_child_nor_a_bar_that_is_refreshed_at_every_step_floods(
-    played: dict[str, Any],
-) -> None:
+def test_neither_a_forked_child_nor_a_bar_that_is_refreshed_at_every_step_floods(played):
     assert played["child"]["told by the child"] == 0
     assert played["fast"]["told"] < 2000

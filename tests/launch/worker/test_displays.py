@@ -4,8 +4,6 @@ import base64
 import os
 import re
 
-import pytest
-
 from notebook_accel import notebook_launcher
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.worker.displays import mime_bundle
@@ -25,7 +23,7 @@ class Rich:
         raise ValueError("not today")
 
 
-def test_a_value_becomes_data_by_its_own_methods() -> None:
+def test_a_value_becomes_data_by_its_own_methods():
     assert mime_bundle(Rich()) == {
         "text/plain": "rich",
         "text/html": "<b>rich</b>",
@@ -35,7 +33,7 @@ def test_a_value_becomes_data_by_its_own_methods() -> None:
     assert mime_bundle(3) == {"text/plain": "3"}
 
 
-def test_what_a_repr_raises_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_repr_raises_is_printed(capsys):
     class Broken:
         def __repr__(self) -> str:
             raise ValueError("not set up")
@@ -58,7 +56,7 @@ def draw_live() -> None:
     clear_output(wait=True)
 
 
-def test_clear_output_clears_what_a_rank_displayed() -> None:
+def test_clear_output_clears_what_a_rank_displayed():
     run = notebook_launcher(draw_live, num_processes=1, view="none")
     found = [one.data["text/html"] for one in run.state.ranks[0].displays]
     # In a notebook too, what nothing follows is not cleared by wait=True.
@@ -90,7 +88,7 @@ def draw() -> list[str]:
     return [f"{type(one).__module__}.{type(one).__name__}" for one in (handle, place)]
 
 
-def test_figures_and_rich_values_are_sent_and_text_is_printed() -> None:
+def test_figures_and_rich_values_are_sent_and_text_is_printed():
     run = notebook_launcher(draw, num_processes=1, view="none")
     found = run.state.ranks[0].displays
     figure, html, markdown, raw, *replaced = (one.data for one in found)
@@ -119,7 +117,7 @@ def flood() -> None:
         display(HTML(f"{number}"))
 
 
-def test_of_a_flood_the_first_ones_are_sent() -> None:
+def test_of_a_flood_the_first_ones_are_sent():
     run = notebook_launcher(flood, num_processes=1, view="none")
     assert 20 <= run.state.ranks[0].num_displays < 30
     assert "this rank displays too much" in run.logs(0)
@@ -137,7 +135,7 @@ def display_in_a_child() -> None:
     os.waitpid(pid, 0)
 
 
-def test_what_a_child_process_displays_is_printed() -> None:
+def test_what_a_child_process_displays_is_printed():
     """A worker of a DataLoader, say."""
     run = notebook_launcher(display_in_a_child, num_processes=1, view="none")
     (shown,) = run.state.ranks[0].displays

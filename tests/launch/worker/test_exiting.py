@@ -17,5 +17,5 @@ tracker.wait(60)
 """
 
 
-def test_the_tracker_of_shared_memory_is_not_waited_for() -> None:
+def test_the_tracker_of_shared_memory_is_not_waited_for():
     assert float(run_script(_PROGRAM)) < 0.7, "a second is what children get that have to be asked"

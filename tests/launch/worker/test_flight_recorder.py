@@ -45,7 +45,7 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch):
     made = Recorder()
     monkeypatch.setattr(flight_recorder, "has_process_group", lambda: True)
     monkeypatch.setattr(of_torch, "ranks_of_groups", lambda: {"5": [4, 6, 7]})
@@ -57,7 +57,7 @@ def told() -> list[wire.Collective]:
     return [*flight_recorder.newest(since=0, notice=pytest.fail)]
 
 
-def test_a_send_or_receive_names_the_other_rank(recorder: Recorder) -> None:
+def test_a_send_or_receive_names_the_other_rank(recorder):
     recorder.point("recv 0<-1")
     recorder.point("send 1->2")
     told_now = [(one.operation, one.peer, one.is_pending, one.group) for one in told()]
@@ -67,7 +67,7 @@ def test_a_send_or_receive_names_the_other_rank(recorder: Recorder) -> None:
     ]
 
 
-def test_a_batch_of_sends_takes_the_place_of_no_collective(recorder: Recorder) -> None:
+def test_a_batch_of_sends_takes_the_place_of_no_collective(recorder):
     recorder.collective("all_reduce")
     for kind in ("send 0->1", "recv 0<-1"):
         recorder.point(kind)
@@ -80,7 +80,7 @@ def test_a_batch_of_sends_takes_the_place_of_no_collective(recorder: Recorder) -
     assert waiting == [("all_reduce", False), ("recv from rank 7", True)]
 
 
-def test_collectives_have_the_names_by_which_they_are_called(recorder: Recorder) -> None:
+def test_collectives_have_the_names_by_which_they_are_called(recorder):
     recorder.collective("_all_gather_base")
     recorder.collective("all_reduce_barrier", retired=False)
     assert [one.operation for one in told()] == ["all_gather_into_tensor", "barrier"]

@@ -6,7 +6,6 @@ import threading
 import time
 from typing import Any
 
-import pytest
 from torch import distributed
 
 from notebook_accel.launch.worker import groups
@@ -20,7 +19,7 @@ def make_group(backend: str) -> None:
     world.pg_backend_config[distributed.group.WORLD] = backend
 
 
-def test_groups_of_nccl_are_aborted_and_those_of_gloo_are_not() -> None:
+def test_groups_of_nccl_are_aborted_and_those_of_gloo_are_not():
     """Torch's own abort, which forgets the groups; what it does to NCCL takes two GPUs to see."""
 
     def act() -> bool:
@@ -35,7 +34,7 @@ def test_groups_of_nccl_are_aborted_and_those_of_gloo_are_not() -> None:
     assert in_a_process(act)
 
 
-def test_an_abort_that_waits_for_other_ranks_is_left_to_go_on() -> None:
+def test_an_abort_that_waits_for_other_ranks_is_left_to_go_on():
     """It is not begun twice, nor is the group destroyed under it; the next call waits again."""
     begun: list[int] = []
     others = threading.Event()
@@ -60,7 +59,7 @@ def test_an_abort_that_waits_for_other_ranks_is_left_to_go_on() -> None:
     assert in_a_process(act)
 
 
-def test_a_group_of_nccl_that_is_not_through_keeps_no_rank() -> None:
+def test_a_group_of_nccl_that_is_not_through_keeps_no_rank():
     """A rank has queued what no other has: destroying the group would take for ever."""
 
     def act() -> bool:
@@ -73,9 +72,7 @@ def test_a_group_of_nccl_that_is_not_through_keeps_no_rank() -> None:
     assert in_a_process(act)
 
 
-def test_a_function_that_left_no_descriptor_and_no_port_ends_no_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_function_that_left_no_descriptor_and_no_port_ends_no_rank(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "any")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unused = os.dup(0)

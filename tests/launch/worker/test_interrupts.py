@@ -6,7 +6,6 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ NUM_MESSAGES = 20_000
 
 
 @pytest.fixture
-def _signals() -> Iterator[None]:
+def _signals():
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -29,7 +28,7 @@ def _signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_signals")
-def test_a_signal_handler_that_reports_during_a_report() -> None:
+def test_a_signal_handler_that_reports_during_a_report():
     ours, theirs = socket.socketpair()
     sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
     heard: list[float] = []
@@ -68,7 +67,7 @@ class TickError(Exception):
 
 
 @pytest.mark.usefixtures("_signals")
-def test_a_signal_handler_that_raises_during_a_report() -> None:
+def test_a_signal_handler_that_raises_during_a_report():
     ours, theirs = socket.socketpair()
     # Frames are larger than what the socket takes at once.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -105,7 +104,7 @@ def test_a_signal_handler_that_raises_during_a_report() -> None:
 
 
 @pytest.mark.usefixtures("_signals")
-def test_a_result_goes_out_though_the_function_left_no_descriptor() -> None:
+def test_a_result_goes_out_though_the_function_left_no_descriptor():
     ours, theirs = socket.socketpair()
     sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
     reading, writing = os.pipe()
@@ -124,7 +123,7 @@ def test_a_result_goes_out_though_the_function_left_no_descriptor() -> None:
 
 
 @pytest.mark.usefixtures("_signals")
-def test_an_interrupt_waits_for_the_outermost_block() -> None:
+def test_an_interrupt_waits_for_the_outermost_block():
     interrupts = Interrupts(RankRow())
     interrupts.begin_call(1)
     whole = False
@@ -138,7 +137,7 @@ def test_an_interrupt_waits_for_the_outermost_block() -> None:
 
 
 @pytest.mark.usefixtures("_signals")
-def test_an_interrupt_in_a_block_that_fails_is_not_raised_after_the_call() -> None:
+def test_an_interrupt_in_a_block_that_fails_is_not_raised_after_the_call():
     interrupts = Interrupts(RankRow())
     interrupts.begin_call(1)
     with pytest.raises(ValueError, match="no message"), interrupts.deferred():  # noqa: PT012

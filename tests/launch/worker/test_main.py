@@ -5,7 +5,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
@@ -25,7 +24,7 @@ from tests.descriptors import open_descriptors
 
 
 @pytest.fixture
-def _signals() -> Iterator[None]:
+def _signals():
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, WAKE_SIGNAL)}
     yield
     for number, handler in before.items():
@@ -33,7 +32,7 @@ def _signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def worker(_signals: None) -> Worker:
+def worker(_signals):
     return new_worker()
 
 
@@ -65,9 +64,7 @@ def new_worker() -> Worker:
     return Worker(inherited, Interrupts(board.row(0)))
 
 
-def test_a_call_that_cannot_be_read_is_named_in_the_log(
-    worker: Worker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_cannot_be_read_is_named_in_the_log(worker, capsys, monkeypatch):
     def receive(_: Channel) -> NoReturn:
         raise ProtocolError("too many files are open here")
 
@@ -76,9 +73,7 @@ def test_a_call_that_cannot_be_read_is_named_in_the_log(
     assert "cannot read its next call: too many files are open here" in capsys.readouterr().err
 
 
-def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(worker, monkeypatch):
     row, context = worker.row, worker.context
     worker.interrupts.begin_call(3)
     context.begin_call(wire.BeginCall(call=3, payload=wire.Packet(), grace=0.0), has_group=True)
@@ -111,7 +106,7 @@ def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(
         "Last error: socketProgress: Connection closed by remote peer localhost<40123>",
     ],
 )
-def test_what_torch_says_of_a_peer_that_is_gone(text: str) -> None:
+def test_what_torch_says_of_a_peer_that_is_gone(text):
     assert _says_lost_peer(text)
     others = ["", "closed the store", "shapes do not match", "the store is open", "gloo read error"]
     assert not any(map(_says_lost_peer, others))
@@ -132,12 +127,12 @@ def test_what_torch_says_of_a_peer_that_is_gone(text: str) -> None:
         (ValueError("unable to write to file </torch_7_1_0>"), False),
     ],
 )
-def test_a_full_shared_memory_is_known(error: Exception, is_full: bool) -> None:
+def test_a_full_shared_memory_is_known(error, is_full):
     assert ("num_workers=0" in _hint(error, "in _make_name SemLock")) is is_full
     assert not _hint(OSError(28, "No space left on device"), "in save"), "of a disk"
 
 
-def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
+def test_what_needs_shared_memory_is_named_with_its_remedy():
     of_nccl = (
         "NCCL error in: NCCLUtils.cpp:77, unhandled system error. Last error: Error while creating "
         "shared memory segment /dev/shm/nccl-b7Rfgk (size 9637888)"
@@ -150,7 +145,7 @@ def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
 
 
 @pytest.mark.parametrize("word", ["store ", "read error ", "timed out waiting ", "connection "])
-def test_a_long_text_takes_no_long_time(word: str) -> None:
+def test_a_long_text_takes_no_long_time(word):
     text = word * 200_000
     begin = time.perf_counter()
     assert not _says_lost_peer(text)
@@ -158,7 +153,7 @@ def test_a_long_text_takes_no_long_time(word: str) -> None:
     assert time.perf_counter() - begin < 20
 
 
-def test_a_long_text_keeps_its_begin_and_its_end() -> None:
+def test_a_long_text_keeps_its_begin_and_its_end():
     assert shorten("short") == "short"
     short = shorten("begin" + "x" * 1_000_000 + "end")
     assert short.startswith("beginx")
@@ -208,9 +203,7 @@ class FailingStream:
 
 
 @pytest.mark.parametrize("stream", [FailingStream(), None], ids=["failing", "none"])
-def test_a_stream_of_the_users_own_hides_no_error(
-    stream: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_of_the_users_own_hides_no_error(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     parcel = payload.pack_call(leave, (KeyError("lost"),)).parcel
     ended, _ = outcome_of(parcel, new_context())
@@ -222,9 +215,7 @@ def test_a_stream_of_the_users_own_hides_no_error(
     ("error", "is_finished"),
     [(None, True), (RunStopped(), True), (SystemExit(0), True), (SystemExit(3), False)],
 )
-def test_what_was_put_off_is_done_however_the_function_is_left(
-    error: BaseException | None, is_finished: bool
-) -> None:
+def test_what_was_put_off_is_done_however_the_function_is_left(error, is_finished):
     context, done = new_context(), []
     context.before_return["it"] = lambda: done.append("it")
     parcel = payload.pack_call(leave, (error,)).parcel
@@ -232,9 +223,7 @@ def test_what_was_put_off_is_done_however_the_function_is_left(
     assert done == ["it"] * is_finished
 
 
-def test_an_interrupt_after_the_result_was_packed_drops_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_after_the_result_was_packed_drops_nothing(monkeypatch):
     """Nobody else closes the segment of a result: it would stay for as long as the rank."""
 
     def pack_and_interrupt(packed: payload.Packed) -> tuple[wire.Packet, tuple[int, ...]]:
@@ -249,7 +238,7 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
     assert isinstance(ended, wire.Returned)
 
 
-def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it() -> None:
+def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it():
     """A session would have its arguments in memory to its end."""
     large = bytearray(MAX_INLINE_BYTES + 1)
     parcel = payload.pack_call(len, (large,)).parcel

@@ -27,12 +27,12 @@ def reads() -> None:
 
 
 @pytest.mark.parametrize("function", [asks, breaks, debugs, reads])
-def test_the_error_names_the_way_out(function: object) -> None:
+def test_the_error_names_the_way_out(function):
     with pytest.raises(WorkerError, match='engine="inline"'):
         notebook_launcher(function, num_processes=1, view="none")  # type: ignore[arg-type]
 
 
 @pytest.mark.long
-def test_a_breakpoint_that_is_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breakpoint_that_is_switched_off_stays_off(monkeypatch):
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     notebook_launcher(breaks, num_processes=1, view="none")

@@ -12,9 +12,7 @@ from notebook_accel.launch.worker.streams import redirect
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "limited"])
-def test_a_disk_that_takes_no_more_is_told_once_and_no_print_raises(
-    log: str, tmp_path: Path
-) -> None:
+def test_a_disk_that_takes_no_more_is_told_once_and_no_print_raises(log, tmp_path):
     told = tmp_path / "told"
     child = os.fork()
     if not child:
@@ -43,7 +41,7 @@ print("\u2713")
 """
 
 
-def test_what_is_printed_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
+def test_what_is_printed_is_utf_8_whatever_the_locale_is(tmp_path):
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-c", PRINTS, str(tmp_path / "log")]
     subprocess.run(command, env={**os.environ, **locale}, timeout=60, check=True)

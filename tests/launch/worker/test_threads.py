@@ -3,12 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from notebook_accel.launch.worker import main, threads
 
 
-def test_each_call_takes_over_the_notebooks_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_takes_over_the_notebooks_state_once(monkeypatch):
     taken: list[Any] = []
     monkeypatch.setattr(main.Worker, "_take_over", lambda _self, steps: taken.append(steps))
     first, second = (threads.HostedRank.__new__(threads.HostedRank) for _ in range(2))

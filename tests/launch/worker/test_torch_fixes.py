@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import distributed
 
@@ -23,7 +22,7 @@ from notebook_accel.rank import group_store
 from tests.launches import on_cpu
 
 
-def test_a_backward_leaves_nothing_that_needs_the_gil() -> None:
+def test_a_backward_leaves_nothing_that_needs_the_gil():
     def train() -> bool:
         import torch
         import torch.distributed as dist
@@ -55,7 +54,7 @@ def in_a_process(act: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_every_new_group_is_noted() -> None:
+def test_every_new_group_is_noted():
     def act() -> bool:
         noted: list[bool] = []
 
@@ -125,12 +124,12 @@ def make_groups(folder: Path) -> list[int]:
     return came_last
 
 
-def test_a_rank_has_its_group_once_all_have_it(tmp_path: Path) -> None:
+def test_a_rank_has_its_group_once_all_have_it(tmp_path):
     """Or it would destroy it under the other: "Connection closed by peer" there."""
     assert on_cpu(make_groups, tmp_path).results == [[], []]
 
 
-def test_a_group_that_could_not_be_made_is_not_counted() -> None:
+def test_a_group_that_could_not_be_made_is_not_counted():
     """Torch 2.13 counts it, which is the flaw; the fix leaves a group that was made alone."""
 
     def act() -> bool:
@@ -150,7 +149,7 @@ def test_a_group_that_could_not_be_made_is_not_counted() -> None:
     assert in_a_process(act)
 
 
-def test_a_store_whose_arguments_all_go_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_whose_arguments_all_go_by_position(monkeypatch):
     """A second store of one process joins the server of the first, whatever was asked for."""
     given: list[Any] = []
 
@@ -169,7 +168,7 @@ def test_a_store_whose_arguments_all_go_by_position(monkeypatch: pytest.MonkeyPa
     assert given == [(place, {"multi_tenant": True})] * 2
 
 
-def test_one_variable_leaves_torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_variable_leaves_torch_as_it_is(monkeypatch):
     def look() -> tuple[list[str], int]:
         import torch
         import torch.distributed as dist
@@ -232,7 +231,7 @@ if __name__ == "__main__":
 """
 
 
-def test_rank_0_says_in_lines_what_of_torch_could_not_be_replaced(tmp_path: Path) -> None:
+def test_rank_0_says_in_lines_what_of_torch_could_not_be_replaced(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH)
     (tmp_path / "train.py").write_text(TRAIN)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
