@@ -9,7 +9,6 @@ import stat
 from dataclasses import FrozenInstanceError, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -180,7 +179,7 @@ def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path):
 
     config = LaunchConfig(
         mixed_precision=Precision.BF16,
-        use_port=np.int64(29_501),  # type: ignore[arg-type]
+        use_port=np.int64(29_501),
         env={"A": np.str_("b")},
         deepspeed={"gradient_clipping": np.float64(0.5), "offload_param_device": np.str_("cpu")},
     )
@@ -197,9 +196,9 @@ def test_a_config_does_not_change():
     assert config.env == {"A": "1"}
     assert "env" not in repr(config), "a notebook is saved with what its cells show"
     with pytest.raises(FrozenInstanceError):
-        config.num_processes = 3  # type: ignore[misc]
+        config.num_processes = 3
     with pytest.raises(TypeError):
-        LaunchConfig(2)  # type: ignore[call-arg]
+        LaunchConfig(2)
 
 
 # ---- together ------------------------------------------------------------------------------
@@ -267,7 +266,7 @@ def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path, monkeypatch):
     assert link.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o604
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(Path, "replace", fail)
@@ -544,7 +543,7 @@ def test_accelerates_own_writer(tmp_path):
 def test_the_order(monkeypatch):
     """An argument, config=, our environment, Accelerate's, the saved file, the default."""
 
-    def found(**arguments: Any) -> str | None:
+    def found(**arguments):
         config = arguments.pop("config", None)
         return resolve(arguments, config)[0].mixed_precision
 
@@ -609,7 +608,7 @@ def test_every_form_of_config(tmp_path):
     for form in (expected, mapping, path, str(path)):
         assert resolve({}, form)[0] == expected
     with pytest.raises(ConfigError, match="config=7"):
-        resolve({}, 7)  # type: ignore[arg-type]
+        resolve({}, 7)
 
 
 @pytest.mark.parametrize("given", ["arguments", "config"])
@@ -658,7 +657,7 @@ def test_a_variable_that_is_overruled_is_not_looked_at(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp7")
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "two")
     given = {"mixed_precision": "bf16", "num_processes": 2}
-    assert resolve(given)[0] == LaunchConfig(**given)  # type: ignore[arg-type]
+    assert resolve(given)[0] == LaunchConfig(**given)
 
 
 @pytest.mark.parametrize(("text", "devices"), [("true", "cpu"), ("1", "cpu"), ("false", None)])

@@ -8,13 +8,10 @@ import importlib.util
 import io
 import re
 import shlex
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from functools import cache
-from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from notebook_accel.cli import main
 from tests.kernel.notebooks import open_notebook
@@ -31,7 +28,7 @@ NEEDS = {"guide/lightning.md": "lightning"}
 KINDS = {"python", "ipython", "sh", "text", "diff"}
 
 
-def blocks(page: Path, *languages: str) -> list[tuple[str, str, str]]:
+def blocks(page, *languages):
     """The blocks of a page: "raises", "not run" or ""; what it raises, or why not; the text."""
     found = BLOCK.findall(page.read_text(encoding="utf-8"))
     assert {kind for *_, kind, _ in found} <= KINDS, "a kind that no test runs"
@@ -39,22 +36,22 @@ def blocks(page: Path, *languages: str) -> list[tuple[str, str, str]]:
 
 
 @cache
-def commands() -> set[str]:
+def commands():
     """The commands that ``notebook-accel --help`` lists."""
     with redirect_stdout(io.StringIO()) as shown:
         main(["--help"])
     return {*re.findall(r"^  ([\w-]+)  ", shown.getvalue(), flags=re.MULTILINE)}
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     return page.relative_to(DOCS).as_posix()
 
 
-def is_run(page: Path) -> bool:
+def is_run(page):
     return any(what != "not run" for what, *_ in blocks(page, "python"))
 
 
-def page_to_run(page: Path) -> ParameterSet:
+def page_to_run(page):
     """The page that a stranger reads first is run each time."""
     first = name_of(page) == "index.md"
     marks = [] if first else [pytest.mark.long]
@@ -108,7 +105,7 @@ def test_the_page_of_commands_shows_all():
 
 
 @cache
-def texts_of_the_package() -> list[str]:
+def texts_of_the_package():
     """All texts in the code, with … for what is filled in."""
     nodes = [
         node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
@@ -118,7 +115,7 @@ def texts_of_the_package() -> list[str]:
     return plain + filled
 
 
-def _with_gaps(text: ast.JoinedStr) -> str:
+def _with_gaps(text):
     return "".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in text.values)
 
 
@@ -134,7 +131,7 @@ def test_errors_are_listed_by_what_the_code_says_in_their_order():
         assert library or any(says(text, parts) for text in texts_of_the_package()), title
 
 
-def says(text: str, parts: Iterable[str]) -> bool:
+def says(text, parts):
     """Whether the parts stand in the text, one after the other."""
     for part in filter(None, parts):
         _, found, text = text.partition(part)

@@ -8,9 +8,7 @@ import enum
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from types import FunctionType
-from typing import Any
 
 import pytest
 from IPython import get_ipython
@@ -28,7 +26,7 @@ WITH_ARGUMENTS = ("Accelerator", "AcceleratorState", "ConfigPicker", "LaunchConf
 WITH_EXAMPLES = ("Accelerator", "Run")
 
 
-def _members(kind: type) -> Iterator[tuple[str, Any]]:
+def _members(kind):
     """The public methods and properties of a class that this package defines."""
     for owner in reversed(kind.__mro__):
         if owner.__module__.startswith("notebook_accel"):
@@ -38,7 +36,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
                     yield name, plain
 
 
-def _behind_doors() -> Iterator[tuple[str, Any]]:
+def _behind_doors():
     """What ``notebook_accel.utils`` and the other doors of ``compat/`` offer of ours."""
     for door in DOORS:
         module = importlib.import_module(door)
@@ -48,16 +46,13 @@ def _behind_doors() -> Iterator[tuple[str, Any]]:
                 yield found.__name__, found
 
 
-DOCUMENTED: dict[str, Any] = {
-    **dict(_behind_doors()),
-    **{name: getattr(notebook_accel, name) for name in OURS},
-}
+DOCUMENTED = {**dict(_behind_doors()), **{name: getattr(notebook_accel, name) for name in OURS}}
 for each in OURS:
     if inspect.isclass(DOCUMENTED[each]):
         DOCUMENTED |= {f"{each}.{name}": found for name, found in _members(DOCUMENTED[each])}
 
 
-def _examples(documented: object) -> list[doctest.Example]:
+def _examples(documented):
     # Its own, and not those of torch's class, whose docstring a method without one has.
     text = inspect.cleandoc(documented.__doc__ or "")
     return doctest.DocTestParser().get_examples(text)
@@ -72,7 +67,7 @@ def test_a_docstring_begins_with_one_line():
     assert wrong == []
 
 
-def _arguments(documented: Any) -> set[str]:
+def _arguments(documented):
     """Those of a function; those of a class that are no fields, which have a text below each."""
     if isinstance(documented, (property, enum.EnumMeta)):
         return set()
@@ -116,11 +111,11 @@ def test_a_docstring_has_an_example():
 class _Checker(doctest.OutputChecker):
     """Compares with what stands below an example, where something does: views print as they run."""
 
-    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+    def check_output(self, want, got, optionflags):
         return not want or super().check_output(want, without_gloo(got), optionflags)
 
 
-def run_examples(name: str) -> None:
+def run_examples(name):
     """Run the examples of a name, after those of its class; called in a kernel."""
     kind, *_ = name.split(".")
     examples = [
@@ -131,7 +126,7 @@ def run_examples(name: str) -> None:
         example.source = TransformerManager().transform_cell(example.source)  # magics
         example.lineno = number
     names = {"__name__": "__main__", "get_ipython": get_ipython}
-    wrong: list[str] = []
+    wrong = []
     options = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(_Checker(), optionflags=options)
     runner.run(doctest.DocTest(examples, names, name, None, 0, None), out=wrong.append)

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ TREE = {
     RunStopped: NotebookAccelError,
     ConfigError: NotebookAccelError,
 }
-DETAILS: dict[str, Any] = {
+DETAILS = {
     "rank": 2,
     "ranks": [2, 3],
     "traceback": "Traceback …",
@@ -78,7 +77,7 @@ def test_errors_with_other_arguments_travel_too():
 
 
 def test_what_ipython_shows_is_the_message_and_no_frame_of_ours():
-    def user_code() -> None:
+    def user_code():
         resolve({"num_processes": -1})
 
     with pytest.raises(ConfigError) as caught:
@@ -92,7 +91,7 @@ def test_what_ipython_shows_is_the_message_and_no_frame_of_ours():
 def test_a_notebook_shows_the_error_of_a_rank_once_below_its_traceback():
     traceback = "Traceback (most recent call last):\n  Cell In[3], line 7\nlib.OddError: bad\n"
 
-    def shown(said: str) -> str:
+    def shown(said):
         message = f"rank 1 failed: {said}\n\n{traceback}\nThe whole output"
         error = WorkerError(message, rank=1, traceback=traceback)
         assert str(error) == message

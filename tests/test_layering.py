@@ -3,12 +3,9 @@
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -83,7 +80,7 @@ class Import:
     at_import: bool
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -91,7 +88,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path) for path in FILES}
 
 
-def layer_of(module: str) -> str:
+def layer_of(module):
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -118,7 +115,7 @@ class Source:
 
 
 @cache
-def read(path: Path) -> Source:
+def read(path):
     text = path.read_text()
     tree = ast.parse(text)
     nodes = [*ast.walk(tree)]
@@ -137,7 +134,7 @@ def read(path: Path) -> Source:
     )
 
 
-def _walk(node: ast.AST, path: Path, *, at_import: bool, for_types: bool) -> Iterator[Import]:
+def _walk(node, path, *, at_import, for_types):
     for child in ast.iter_child_nodes(node):
         for module in _modules(child, path):
             line = getattr(child, "lineno", 0)
@@ -150,11 +147,11 @@ def _walk(node: ast.AST, path: Path, *, at_import: bool, for_types: bool) -> Ite
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def _is_for_types(node: ast.AST) -> bool:
+def _is_for_types(node):
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
-def _modules(node: ast.AST, path: Path) -> list[str]:
+def _modules(node, path):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -163,7 +160,7 @@ def _modules(node: ast.AST, path: Path) -> list[str]:
     return [_whole(base, alias.name) for alias in node.names]
 
 
-def _base(node: ast.ImportFrom, path: Path) -> str:
+def _base(node, path):
     if not node.level:
         return node.module or ""
     package = list(path.relative_to(PACKAGE.parent).parent.parts)
@@ -171,22 +168,22 @@ def _base(node: ast.ImportFrom, path: Path) -> str:
     return ".".join([*package, *([node.module] if node.module else [])])
 
 
-def _whole(base: str, name: str) -> str:
+def _whole(base, name):
     """The module that ``from base import name`` reaches, public names followed to theirs."""
     if f"{base}.{name}" in MODULES:
         return f"{base}.{name}"
     return public_names().get(name, base) if base == ROOT else base
 
 
-def ours(path: Path) -> list[Import]:
+def ours(path):
     return [i for i in read(path).imports if i.module == ROOT or i.module.startswith(f"{ROOT}.")]
 
 
-def _within(module: str, parents: Iterable[str]) -> bool:
+def _within(module, parents):
     return any(module == parent or module.startswith(f"{parent}.") for parent in parents)
 
 
-def allowed(importer: str, imported: Import) -> bool:
+def allowed(importer, imported):
     layer, target = layer_of(importer), imported.module.removeprefix(f"{ROOT}.")
     if imported.module == ROOT or layer_of(imported.module) == layer:
         return True
@@ -219,7 +216,7 @@ def test_what_carries_an_engine_is_imported_inside_its_functions():
     assert [found for found in early if _within(found[1], CARRIERS)] == []
 
 
-def imported_by(files: list[Path], at_import: bool = False) -> list[tuple[str, str]]:
+def imported_by(files, at_import=False):
     """Each file, and a module that it imports, when it is imported itself or at all."""
     return [
         (module_name(path), i.module)
@@ -255,14 +252,14 @@ def test_rooms_of_the_training_do_not_import_each_other_in_a_circle():
     check_rooms(_TRAINING, at_import=False)
 
 
-def check_rooms(layer: str, at_import: bool) -> None:
+def check_rooms(layer, at_import):
     """Check that a layer's folders, and its loose files, import each other in no circle."""
 
-    def room_of(module: str) -> str:
+    def room_of(module):
         """``data`` of ``notebook_accel.training.data.loaders``; "" for what is elsewhere."""
         return module.split(".")[2] if module.startswith(f"{layer}.") else ""
 
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for path in FILES:
         room = room_of(module_name(path))
         targets = {room_of(i.module) for i in ours(path) if i.at_import or not at_import}
@@ -270,7 +267,7 @@ def check_rooms(layer: str, at_import: bool) -> None:
     check_order(graph)
 
 
-def check_order(graph: dict[str, set[str]]) -> None:
+def check_order(graph):
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -295,7 +292,7 @@ def test_a_module_says_what_it_exports_and_stays_readable():
 
 def test_no_two_classes_have_one_name():
     """Nobody who meets the name in a traceback or by search has to ask which of them it is."""
-    where: dict[str, list[str]] = {}
+    where = {}
     for path in FILES:
         for name in read(path).classes:
             where.setdefault(name, []).append(module_name(path))
@@ -320,7 +317,7 @@ def test_what_another_module_imports_is_exported():
     assert missing == set(), "add them to __all__ where they are defined"
 
 
-def _exported(tree: ast.Module) -> frozenset[str]:
+def _exported(tree):
     """The names in ``__all__``; none where a module has no such list."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -350,7 +347,7 @@ _MODULE_OF = {
 _UNIMPORTED = {"ipykernel"}
 
 
-def _declared() -> dict[str, set[str]]:
+def _declared():
     # From the file: what is installed says what was declared when it was installed.
     from packaging.requirements import Requirement
 
@@ -398,23 +395,22 @@ print(json.dumps({"before": before, "after": after, "modules": sorted(sys.module
 """
 
 
-def probe(modules: list[str], before: tuple[str, ...] = ()) -> dict[str, object]:
+def probe(modules, before=()):
     """What a fresh interpreter looks like before and after it imports ``modules``."""
     script = _PROBE % {"modules": modules, "before": list(before)}
-    result: dict[str, object] = json.loads(run_script(script))
-    return result
+    return json.loads(run_script(script))
 
 
 def test_importing_the_package_changes_nothing_and_loads_no_torch():
     seen = probe([ROOT])
     assert seen["after"] == seen["before"]
-    loaded = {str(name).split(".")[0] for name in seen["modules"]}  # type: ignore[attr-defined]
+    loaded = {str(name).split(".")[0] for name in seen["modules"]}
     assert loaded & {"torch", "numpy", "IPython", "ipywidgets", "msgspec"} == set()
 
 
 def test_what_only_some_trainings_use_is_not_loaded_with_the_accelerator():
     """A notebook's first cell imports it: torch's sharding and compiler alone take a second."""
-    loaded = set(probe([f"{ROOT}.training.accelerator"])["modules"])  # type: ignore[call-overload]
+    loaded = set(probe([f"{ROOT}.training.accelerator"])["modules"])
     parts = ("checkpoint", "fsdp", "pipelining", "tensor")
     assert loaded & {"torch._dynamo", *(f"torch.distributed.{part}" for part in parts)} == set()
 

@@ -4,9 +4,7 @@ import re
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 from shutil import copytree
-from typing import Any
 
 import nbformat
 import pytest
@@ -115,7 +113,7 @@ def test_the_classifier_learns_without_the_hub_and_runs_with_it(tmp_path):
         assert f"{task} BertForSequenceClassification {columns} True\n" in hub
 
 
-def _is_better(losses: str) -> bool:
+def _is_better(losses):
     before, after = map(float, losses.split(" before, "))
     return after < before - 0.1
 
@@ -136,12 +134,12 @@ class Hasty(NotebookClient):
 
     iopub_timeout = Integer(0)
 
-    def process_message(self, *message: Any) -> Any:
+    def process_message(self, *message):
         time.sleep(0.002)
         return super().process_message(*message)
 
 
-def has_output(cell: nbformat.NotebookNode) -> bool:
+def has_output(cell):
     """Whether a cell shows something, beside what libraries say on stderr in some environments."""
     return any(output.get("name") != "stderr" for output in cell.get("outputs", []))
 
@@ -189,7 +187,7 @@ def test_the_cell_that_installs_is_the_same_everywhere(path):
     assert _install_cell(path) == _install_cell(EXAMPLES[0])
 
 
-def _install_cell(path: Path) -> str:
+def _install_cell(path):
     cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
     return str(cells[0].source)
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
@@ -52,12 +51,12 @@ def python(wheel, tmp_path_factory):
     return home / "bin" / "python"
 
 
-def _without_path() -> dict[str, str]:
+def _without_path():
     """This environment; whoever runs the tests may have a path to the tree in it."""
     return {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
 
 
-def run(command: Sequence[str], folder: Path) -> str:
+def run(command, folder):
     return interpreters.run(command, _without_path(), folder=folder)
 
 
@@ -160,7 +159,7 @@ def test_a_kernel_of_that_environment_launches(python, tmp_path):
     assert line.endswith("metrics 1")
 
 
-def execute(python: Path, code: str, folder: Path) -> str:
+def execute(python, code, folder):
     """What a cell prints in a fresh kernel of the environment."""
     spec = folder / "kernels" / "clean"
     spec.mkdir(parents=True)

@@ -9,10 +9,8 @@ import multiprocessing
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from functools import cache, partial
 from multiprocessing import util
-from typing import Any
 
 import pytest
 
@@ -45,7 +43,7 @@ _WITHOUT_OWNER = re.compile(r"_repr_\w+_|_notebook_accel_\w+")
 
 
 @cache
-def _trees() -> dict[str, ast.Module]:
+def _trees():
     return {
         str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -53,7 +51,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 @cache
-def _defined_here() -> set[str]:
+def _defined_here():
     """Private names that the package itself gives to something."""
     found = set()
     for path, tree in _trees().items():
@@ -72,7 +70,7 @@ def _defined_here() -> set[str]:
     return found
 
 
-def _of_others(tree: ast.Module) -> set[str]:
+def _of_others(tree):
     """The names by which a file knows modules, and parts of modules, that are not ours."""
     found = set()
     for node in ast.walk(tree):
@@ -83,15 +81,15 @@ def _of_others(tree: ast.Module) -> set[str]:
     return found
 
 
-def _used(tree: ast.Module, ours: set[str]) -> Iterator[tuple[str, int]]:
+def _used(tree, ours):
     """Private names of libraries in a file, and the lines; ``ours`` are the package's own."""
     others = _of_others(tree)
     texts = [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     parts_of_text = {id(part) for parts in texts for part in parts}
     for node in ast.walk(tree):
-        found: list[str] = []
+        found = []
         if isinstance(node, ast.Attribute):
-            base: Any = node.value
+            base = node.value
             of_library = isinstance(base, ast.Name) and base.id in others
             found = [node.attr] if of_library or node.attr not in ours else []
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -147,7 +145,7 @@ def test_no_class_of_ours_replaces_a_private_method_of_a_library():
 SCALERS = ("precision.SpreadScaler",)
 
 
-def _modules_with_classes() -> list[Any]:
+def _modules_with_classes():
     names = [path.removesuffix(".py").replace("/", ".") for path in _trees()]
     kept = [name for name in names if name.startswith(("training.", "launch.", "notebook."))]
     return [
@@ -158,23 +156,23 @@ def _modules_with_classes() -> list[Any]:
 # ---------------------------------------------------------------- what they are
 
 
-def _c10d() -> Any:
+def _c10d():
     import torch.distributed.distributed_c10d as module
 
     return module
 
 
-def _parameters(function: Any) -> list[str]:
+def _parameters(function):
     return list(inspect.signature(function).parameters)
 
 
 @cache
-def _seen_in_a_group() -> set[str]:
+def _seen_in_a_group():
     """What a process finds that has a process group, alone in it."""
     return set(run_script(_LOOKS_IN_A_GROUP).split())
 
 
-def _is_in_a_group(name: str) -> bool:
+def _is_in_a_group(name):
     return name in _seen_in_a_group()
 
 
@@ -235,21 +233,21 @@ with wrapped.join(divide_by_initial_world_size=False):
 """
 
 
-def _unscales() -> bool:
+def _unscales():
     import torch
 
     expected = ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
     return _parameters(torch.amp.GradScaler._unscale_grads_) == expected
 
 
-def _records_nccl() -> bool:
+def _records_nccl():
     import torch
 
-    native: Any = torch._C._distributed_c10d
+    native = torch._C._distributed_c10d
     return not torch.distributed.is_nccl_available() or hasattr(native, "_dump_nccl_trace")
 
 
-def _tells_of_overflow() -> bool:
+def _tells_of_overflow():
     import torch
 
     weight = torch.ones(1, requires_grad=True)
@@ -260,18 +258,18 @@ def _tells_of_overflow() -> bool:
     return bool(of_torch.overflow(scaler, optimizer))
 
 
-def _knows_compiled() -> bool:
+def _knows_compiled():
     import torch
 
     model, function = torch.nn.Linear(1, 1), (lambda: 1)
-    compiled: Any = torch.compile(model)
-    made: Any = torch.compile(function)
+    compiled = torch.compile(model)
+    made = torch.compile(function)
     return (
         of_torch.original_module(compiled) is model and of_torch.original_function(made) is function
     )
 
 
-def _counts_changes() -> bool:
+def _counts_changes():
     import torch
 
     tensor = torch.zeros(1)
@@ -280,7 +278,7 @@ def _counts_changes() -> bool:
     return of_torch.count_of_changes(tensor) == before + 1
 
 
-def _knows_parts_of_module() -> bool:
+def _knows_parts_of_module():
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
@@ -289,61 +287,61 @@ def _knows_parts_of_module() -> bool:
     return [*found] == ["0"] and [*weights] == ["weight", "bias"]
 
 
-def _keeps_iterator() -> bool:
+def _keeps_iterator():
     from torch.utils.data import DataLoader
 
     return hasattr(DataLoader([0]), "_iterator")
 
 
-def _has_storage() -> bool:
+def _has_storage():
     import torch
 
     typed = torch.storage.TypedStorage(4, dtype=torch.uint8)
     return isinstance(of_torch.untyped_storage(typed), torch.UntypedStorage)
 
 
-def _calls_at_end_of_backward() -> bool:
+def _calls_at_end_of_backward():
     import torch
 
-    called: list[int] = []
+    called = []
     loss = torch.ones(1, requires_grad=True) * 2
     loss.register_hook(lambda _: of_torch.at_end_of_backward(lambda: called.append(1)))
     loss.backward()
     return called == [1]
 
 
-def _stores_parts() -> bool:
+def _stores_parts():
     stored = of_torch.part_of_file({"relative_path": "a", "offset": 0, "length": 1})
     return bool(stored.length == 1)
 
 
-def _loads_tensors() -> bool:
+def _loads_tensors():
     return "torch._utils._rebuild_tensor_v2" in of_torch.loadable_names()
 
 
-def _rotates() -> bool:
+def _rotates():
     of_torch.set_rotate_method("allgather")
     return True
 
 
-def _makes_stores() -> bool:
+def _makes_stores():
 
     expected = ("hostname", "port", "rank", "world_size", "timeout")
-    module: Any = sys.modules["torch.distributed.rendezvous"]
+    module = sys.modules["torch.distributed.rendezvous"]
     return tuple(_parameters(module._create_c10d_store)[:5]) == expected
 
 
-def _reads_stash() -> bool:
+def _reads_stash():
     import torch
 
     return callable(torch._C._stash_obj_in_tls)
 
 
-def _source_has(module: str, text: str) -> bool:
+def _source_has(module, text):
     return text in inspect.getsource(importlib.import_module(module))
 
 
-def _kernel() -> Any:
+def _kernel():
     return importlib.import_module("ipykernel.kernelbase").Kernel
 
 
@@ -357,21 +355,21 @@ assert kernel.get_parent("shell")["header"]["session"] == "a"
 """
 
 
-def _has_parent() -> bool:
+def _has_parent():
     return run_script(_ASKS_FOR_THE_PARENT) == ""
 
 
-def _routes_replies() -> bool:
+def _routes_replies():
     version = importlib.metadata.version("ipykernel").split(".")[:2]
     is_older = tuple(map(int, version)) < (7, 4)
     return is_older or _source_has("ipykernel.kernelbase", '"_reply_subshell_for"')
 
 
 # Whose types do not know their private names.
-_thread_functions: Any = threading
-_exit_functions: Any = atexit
-_finalizers: Any = util
-_process: Any = multiprocessing.current_process()
+_thread_functions = threading
+_exit_functions = atexit
+_finalizers = util
+_process = multiprocessing.current_process()
 
 # What cannot be seen without another library, or several ranks: by a text in the source.
 _IN_SOURCES = {
@@ -390,7 +388,7 @@ _IN_A_GROUP = (
     *("_flatten", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param", "_spec"),
     *("_dump_fr_trace", "_join_config", "_divide_by_initial_world_size"),
 )
-CHECKS: list[tuple[str, str, Callable[[], bool]]] = [
+CHECKS = [
     *(("torch", name, partial(_is_in_a_group, name)) for name in _IN_A_GROUP),
     *(
         (library, name, partial(_source_has, f"{library}.{module}", text))

@@ -61,7 +61,7 @@ def test_a_door_opens_to_what_says_what_it_does(door):
 def test_a_door_has_our_names_and_asks_accelerate_for_the_rest():
     from notebook_accel.hooks import __all__ as names
 
-    opened: dict[str, object] = {}
+    opened = {}
     exec("from notebook_accel.utils import *", opened)
     assert {*names} < {*opened}
     assert set(names) <= set(dir(notebook_accel.utils)) & set(dir(notebook_accel.utils.random))

@@ -17,7 +17,7 @@ OUR_OWN = {"dev", "docs"}
 FIGURES = (TREE / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     """The texts of the README's blocks in that language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
     assert {name for name, _ in found} <= {"python", "ipython", "sh"}, "a kind that no test runs"

@@ -38,7 +38,7 @@ print(notebook_launcher(train, num_processes=2, view="none").results)
 """
 
 
-def run(script: str) -> list[str]:
+def run(script):
     return run_script(script, timeout=280).splitlines()
 
 

@@ -2,7 +2,6 @@
 
 import os
 from html import unescape
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def chips(tmp_path, monkeypatch):
     return tmp_path
 
 
-def put(bus: Path, *kinds: str) -> None:
+def put(bus, *kinds):
     for number, kind in enumerate(kinds):
         slot = bus / f"0000:00:{number:02x}.0"
         slot.mkdir()
@@ -43,7 +42,7 @@ def put(bus: Path, *kinds: str) -> None:
         (slot / "device").write_text(f"{kind}\n")
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+def install(monkeypatch, **versions):
     monkeypatch.setattr(tpu, "_version", versions.get)
 
 
@@ -72,7 +71,7 @@ def test_a_pair_that_does_not_fit(chips, monkeypatch):
     assert type(engine_for(LaunchConfig())) is LocalEngine
     with pytest.raises(LaunchError, match=r"built for torch 2\.9, and torch 2\.13"):
         notebook_launcher(print, engine="xla")
-    (finding,) = doctor._tpus(None)  # type: ignore[arg-type]
+    (finding,) = doctor._tpus(None)
     assert (finding.level, finding.remedy) == (doctor.HURTS, found.problem)
 
 
@@ -80,7 +79,7 @@ def test_one_that_fits_is_chosen(chips, monkeypatch):
     put(chips, V5E)
     install(monkeypatch, torch="2.9.1", torch_xla="2.9.0")
     assert type(engine_for(LaunchConfig())) is XlaEngine
-    (finding,) = doctor._tpus(None)  # type: ignore[arg-type]
+    (finding,) = doctor._tpus(None)
     assert (finding.level, finding.found) == (doctor.FINE, "devices of TPU: 1; torch_xla 2.9.0")
     assert "TPU (devices: 1) by torch_xla 2.9.0" in devices_line(
         look_at_machine(Devices(kind="cpu"))

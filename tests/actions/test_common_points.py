@@ -10,9 +10,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
@@ -32,17 +30,17 @@ _TRACED = {scoreboard.__file__, rank_module.__file__}
 class Recorder:
     """Stands for the knob "x": notes each value with the batch at which the rank takes it."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank):
         self._rank = rank
 
-    def take(self, value: object) -> None:
+    def take(self, value):
         self._rank.record.append((self._rank.num_batches, value))
 
 
 class Rank:
     """A rank in a thread that runs only while it has the turn."""
 
-    def __init__(self, world: World, board: Scoreboard, number: int) -> None:
+    def __init__(self, world, board, number):
         local_rank = number % RANKS_EACH
         numbers = {"rank": number, "world_size": 4, "local_rank": local_rank}
         self.context = LaunchedContext(
@@ -62,16 +60,16 @@ class Rank:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def step(self) -> None:
+    def step(self):
         """Run on to a random line."""
         self._turn.release()
         self._world.back.acquire()
 
-    def give_up_turn(self) -> None:
+    def give_up_turn(self):
         self._world.back.release()
         self._turn.acquire()
 
-    def _run(self) -> None:
+    def _run(self):
         self._turn.acquire()
         try:
             sys.settrace(self._trace)
@@ -86,7 +84,7 @@ class Rank:
             self.has_ended = True
             self._world.back.release()
 
-    def _train(self) -> None:
+    def _train(self):
         for _ in range(self._world.num_batches):
             self.num_batches += 1
             self.context.count_batch()
@@ -100,7 +98,7 @@ class Rank:
                 self.record.append((self.num_batches, "stop"))
                 return
 
-    def _trace(self, frame: Any, event: str, _: object) -> Any:
+    def _trace(self, frame, event, _):
         if frame.f_code.co_filename not in _TRACED:
             return None
         if event == "line" and self._world.chance.random() < 0.2:
@@ -111,7 +109,7 @@ class Rank:
 class World:
     """Kernel, two agents and four ranks, driven by one stream of chance."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.chance = random.Random(seed)
         self.num_batches = self.chance.randint(5, 25)
         self.reads_should_stop = self.chance.random() < 0.3
@@ -129,17 +127,17 @@ class World:
         self.is_paused = False
         self.stops = False
 
-    def _post(self, index: int) -> Callable[..., None]:
+    def _post(self, index):
         return lambda kind, /, **fields: self.to_kernel[index].append(kind(**fields))
 
-    def _send(self, kind: type[wire.Message], /, **fields: Any) -> None:
+    def _send(self, kind, /, **fields):
         for messages in self.to_agent:
             messages.append(kind(**fields))
 
-    def _note_pause(self, is_paused: bool) -> None:
+    def _note_pause(self, is_paused):
         self.is_paused = is_paused
 
-    def _hear_kernel(self, index: int) -> None:
+    def _hear_kernel(self, index):
         agent, message = self.acting[index], self.to_agent[index].popleft()
         if isinstance(message, wire.Act):
             is_pause = b"pause" in message.content
@@ -151,12 +149,12 @@ class World:
         else:
             agent.ask_stop(self.now)
 
-    def _ask(self, number: int) -> None:
+    def _ask(self, number):
         kind = self.chance.choice(["set", "set", "save", "pause"])
         action = wire.Action(kind=kind, values={"x": number} if kind == "set" else {})
         self.asked.append((action, self.actions.ask(action)))
 
-    def _someone_asks(self, number: int) -> None:
+    def _someone_asks(self, number):
         what = self.chance.random()
         if self.is_paused and what < 0.5:
             self.actions.go_on()
@@ -169,7 +167,7 @@ class World:
             self.actions.note_stop()
             self._send(wire.Stop)
 
-    def turns(self) -> Iterator[int]:
+    def turns(self):
         """Do one thing after the other until all ranks have ended."""
         for number in range(1_000_000):
             if all(rank.has_ended for rank in self.ranks):
@@ -192,13 +190,13 @@ class World:
         raise AssertionError(f"ranks wait for ever: {[rank.record for rank in self.ranks]}")
 
 
-def run_world(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
+def run_world(seed, monkeypatch):
     world = World(seed)
     ranks = {rank._thread: rank for rank in world.ranks}
 
     class Sleeping:
         @staticmethod
-        def sleep(_: float) -> None:
+        def sleep(_):
             ranks[threading.current_thread()].give_up_turn()
 
     monkeypatch.setattr(scoreboard, "time", Sleeping)
@@ -207,7 +205,7 @@ def run_world(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def check(world: World) -> None:
+def check(world):
     assert [rank.error for rank in world.ranks] == [None] * 4
     # After the last batch a rank may stop where another has ended: both have trained the same.
     stop_at_end = (world.num_batches, "stop")
@@ -241,7 +239,7 @@ def test_ranks_act_alike_in_any_order_of_events(seeds, monkeypatch):
 def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop():
     board = Scoreboard(1, has_others=True)
     board.row(0).call_over = 1
-    posted: list[tuple[str, int]] = []
+    posted = []
     acting = Acting(board, lambda kind, /, **sent: posted.append((kind.__name__, sent["number"])))
     acting.ask(wire.Act(number=1, content=b""), is_pause=False, refused="", now=0.0)
     acting.ask_stop(0.0)

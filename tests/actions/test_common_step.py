@@ -3,8 +3,6 @@
 import random
 import re
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from notebook_accel import (
 )
 from notebook_accel.actions import common_actions as actions
 from notebook_accel.config.engines import ENGINES
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import call_of
 from notebook_accel.rank import this_rank
 from tests.engines import joined
 from tests.launches import launch
@@ -29,9 +27,7 @@ from tests.waiting import eventually
 SOON = 60.0
 
 
-def train(
-    num_batches: int, *, fsdp: bool = False, folder: str | None = None, is_slow: bool = True
-) -> dict[str, Any]:
+def train(num_batches, *, fsdp=False, folder=None, is_slow=True):
     """Train by a rate that a knob sets; return what happened at which batch, and the weights."""
     from notebook_accel import Accelerator, set_seed
 
@@ -45,9 +41,9 @@ def train(
     size = 2 * num_batches * accelerator.num_processes
     loader = torch.utils.data.DataLoader(torch.randn(size, 8), batch_size=2, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    events: list[tuple[int, str, Any]] = []
+    events = []
 
-    def change(rate: Any) -> None:
+    def change(rate):
         events.append((batch, "lr", rate))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -73,16 +69,16 @@ def train(
     return {"events": events, "rates": rates, "weights": weights, "steps": len(rates)}
 
 
-def start(function: Any, *args: Any, ranks: int = 2, engine: str = "local", **asked: Any) -> Run:
+def start(function, *args, ranks=2, engine="local", **asked):
     config = LaunchConfig(num_processes=ranks, engine=engine)
     return launch(function, args, config=config, **{"block": False, **asked})
 
 
-def trains(run: Run) -> None:
+def trains(run):
     eventually(lambda: bool(run.state.knobs), within=SOON, what="the knob is known")
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -197,7 +193,7 @@ def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_training_go
 def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch):
     monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
 
-    def sleeps() -> float:
+    def sleeps():
         from notebook_accel import Accelerator
 
         knob = Accelerator(cpu=True).knob("lr", 0.5)
@@ -212,7 +208,7 @@ def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch):
 
 
 def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path):
-    def waits(path: Path) -> float:
+    def waits(path):
         from notebook_accel import Accelerator
 
         accelerator = Accelerator(cpu=True)
@@ -244,7 +240,7 @@ def test_a_range_of_fractions_needs_a_default_that_is_one():
 
 
 def test_a_function_without_loaders_acts_where_it_asks():
-    def loop() -> tuple[float, int]:
+    def loop():
         from notebook_accel import Accelerator
 
         accelerator = Accelerator(cpu=True)

@@ -7,9 +7,7 @@ from notebook_accel.actions.ending import Ending, Stage, StepClock
 ORDER = [Stage.STOP, Stage.INTERRUPT, Stage.DISCONNECT, Stage.TERMINATE, Stage.KILL]
 
 
-def stages(
-    ending: Ending, *, until: float, stuck: bool = False, hears: bool = False, leaving: bool = False
-) -> list[tuple[float, Stage]]:
+def stages(ending, *, until, stuck=False, hears=False, leaving=False):
     """What is done by itself from 100 s on, seen every tenth of a second."""
     done = []
     for tick in range(1, int(until * 10) + 1):
@@ -41,7 +39,7 @@ def test_a_step_is_let_finish_beyond_the_grace_unless_ranks_are_stuck():
 def test_how_long_a_rank_may_make_no_progress():
     clock = StepClock(100)
 
-    def stuck_at(since: float, grace: float = 10) -> float:
+    def stuck_at(since, grace=10):
         seconds = (number / 10 for number in range(10_000))
         return next(s for s in seconds if clock.is_stuck(since + s, since=since, grace=grace))
 

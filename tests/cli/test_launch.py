@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -46,14 +45,14 @@ def in_notebook(tmp_path_factory):
     sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(module)
-        result: list[float] = notebook_launcher(module.main, num_processes=2, view="none")[0]
+        result = notebook_launcher(module.main, num_processes=2, view="none")[0]
     finally:
         sys.path.remove(str(file.parent))
         del sys.modules[file.stem]
     return result
 
 
-def accelerate_yaml(folder: Path, **changed: object) -> str:
+def accelerate_yaml(folder, **changed):
     """A file that ``accelerate config default`` has written, with some answers changed."""
     cli = "accelerate.commands.accelerate_cli"
     done = run("-m", cli, "config", "default", "--config_file", "theirs.yaml", folder=folder)
@@ -156,7 +155,7 @@ def test_nothing_is_left_of_a_launch_that_is_killed(folder):
     command = [sys.executable, "-m", "notebook_accel", "launch", "--num_processes=2", "sleeps.py"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
 
-    def pids() -> list[int]:
+    def pids():
         texts = [file.read_text() for file in folder.glob("pids-*")]
         return [int(word) for text in texts if text.endswith(".") for word in text.split()[:2]]
 
@@ -192,7 +191,7 @@ def test_the_docs_job_trains_on_several_machines(folder, in_notebook):
 # ---- what is refused -----------------------------------------------------------------------
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys, *arguments):
     """The one line with which a command refuses its arguments."""
     assert main(["launch", *arguments]) == 2
     seen = capsys.readouterr()
@@ -329,8 +328,8 @@ def test_the_typed_port_or_a_free_one_is_taken_whatever_torchruns_default_is(
 
     made = run.get_args_parser
 
-    def with_default() -> ArgumentParser:
-        parser: ArgumentParser = made()
+    def with_default():
+        parser = made()
         parser.set_defaults(master_port=of_torchrun)
         return parser
 

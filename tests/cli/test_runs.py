@@ -40,7 +40,7 @@ print(run.id)
 """
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def said(capsys, *arguments):
     assert main(arguments) == 0
     return capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_a_run_of_a_live_kernel(capsys):
         assert "there is no run that goes on" in capsys.readouterr().err
 
 
-def find_id(text: str) -> str:
+def find_id(text):
     return next(word for word in text.split() if word[:2] == "20" and word.count("-") == 2)
 
 

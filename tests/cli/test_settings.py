@@ -1,7 +1,6 @@
 """``notebook-accel config``."""
 
 import builtins
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,12 +17,12 @@ def file(tmp_path, monkeypatch):
     return tmp_path / "notebook-accel" / "config.yaml"
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
+def answer(monkeypatch, *answers):
     """Answer the questions, and the rest by Enter; gives the questions that were asked."""
-    left: Iterator[str] = iter(answers)
-    asked: list[str] = []
+    left = iter(answers)
+    asked = []
 
-    def read(question: str) -> str:
+    def read(question):
         asked.append(question)
         return next(left, "")
 
@@ -78,7 +77,7 @@ def test_a_file_of_accelerate_is_converted(file, tmp_path, capsys):
 
 
 def test_nobody_answers(file, monkeypatch):
-    def read(_: str) -> str:
+    def read(_):
         raise EOFError
 
     monkeypatch.setattr(builtins, "input", read)

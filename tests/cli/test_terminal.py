@@ -6,7 +6,6 @@ import os
 import pty
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -16,7 +15,7 @@ BARS = ("[rank 1] ep:  50%|##  | 1/2 [00:01<00:01, 1.0it/s]", "[rank 1] \n")
 DONE = "[rank 1] ep: 100%|####| 2/2 [00:02<00:00, 1.0it/s]\n"
 
 
-def tail(write: Callable[[str], int]) -> None:
+def tail(write):
     """What torchrun's tail writes: pieces of lines, each with its label."""
     for text in ("[rank 0] one\n", "[rank 1] be", *BARS, "[rank 0] [rank0]: Trace\n", DONE):
         write(text)
@@ -69,7 +68,7 @@ def test_a_terminal_shows_the_bar_of_each_rank(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     read, has_bar = bytearray(), threading.Event()
 
-    def listen() -> None:
+    def listen():
         with contextlib.suppress(OSError):
             while data := os.read(ours, 10_000):
                 read.extend(data)

@@ -11,10 +11,8 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +23,6 @@ from notebook_accel.config.engines import ENGINES
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.engines import machines
 from notebook_accel.launch.engines.elastic import join
-from notebook_accel.launch.run import Run
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.transport.machine_link import Token
 from notebook_accel.launch.view import View
@@ -59,7 +56,7 @@ class TestElastic(EngineContract):
     def test_output_of_all_agents_is_whole(self):
         num_bytes = 12_000_000  # more than may be under way at once
 
-        def train() -> None:
+        def train():
             for _ in range(num_bytes // 100):
                 print("x" * 99)
             print("last of", os.environ["RANK"])
@@ -72,7 +69,7 @@ class TestElastic(EngineContract):
 
     @pytest.mark.parametrize("reads", [True, False], ids=["reads should_stop", "never asks"])
     def test_all_agents_ranks_leave_at_the_same_point(self, reads, tmp_path):
-        def train(folder: str, reads: bool) -> None:
+        def train(folder, reads):
             import torch
             import torch.distributed as dist
 
@@ -81,7 +78,7 @@ class TestElastic(EngineContract):
             _join_group()
             me, step = dist.get_rank(), 0
 
-            def count() -> bool:
+            def count():
                 # Ranks come one after the other: a stop finds some that passed, some that did not.
                 time.sleep(0.005 * me)
                 if reads:
@@ -118,7 +115,7 @@ class TestElastic(EngineContract):
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
         monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
 
-        def train() -> None:
+        def train():
             time.sleep(600)
 
         for end in ("stop", "kill"):
@@ -138,11 +135,11 @@ class Waits(View):
         act: is called with address and token each time that the text comes.
     """
 
-    def __init__(self, act: Callable[[str, str], None]) -> None:
+    def __init__(self, act):
         self.texts: list[str] = []
         self._act = act
 
-    def waits_for_machines(self, text: str) -> None:
+    def waits_for_machines(self, text):
         self.texts.append(text)
         found = re.search(r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (\S+)", text)
         if found is None:
@@ -158,13 +155,13 @@ JOIN += "sys.exit(join(*sys.argv[1:]))"
 class OtherMachine:
     """A process that joins, as `notebook-accel join` does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.process: subprocess.Popen[str] | None = None
 
-    def join(self, address: str, token: str) -> None:
+    def join(self, address, token):
         self.run([sys.executable, "-c", JOIN, address, token])
 
-    def run(self, command: list[str]) -> None:
+    def run(self, command):
         if self.process is None:
             pipe = subprocess.PIPE
             self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
@@ -184,14 +181,12 @@ def _runs(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
 
 
-def two_machines(**settings: Any) -> LaunchConfig:
+def two_machines(**settings):
     at = {"master_addr": "127.0.0.1", **settings}
     return LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", **at)
 
 
-def on_two(
-    function: Any, *args: Any, other: OtherMachine, block: bool = True, **settings: Any
-) -> Run:
+def on_two(function, *args, other, block=True, **settings):
     view = Waits(other.join)
     return launch(function, args, config=two_machines(**settings), view=view, block=block)
 
@@ -200,7 +195,7 @@ def on_two(
 
 
 def test_each_machine_imports_once_what_the_notebook_has_imported(other, tmp_path, monkeypatch):
-    def train() -> bool:
+    def train():
         return "joined_lib" in sys.modules
 
     folder = tmp_path / "site-packages"
@@ -225,7 +220,7 @@ def test_the_same_cell_on_the_other_machine(other):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
-    def run_cell(address: str, token: str) -> None:
+    def run_cell(address, token):
         assert address == f"127.0.0.1:{port}"
         other.run([sys.executable, "-c", cell, address, token])
 
@@ -236,11 +231,11 @@ def test_the_same_cell_on_the_other_machine(other):
 
 
 def test_the_handle_comes_before_the_machines(other, monkeypatch):
-    def train() -> str:
+    def train():
         return os.environ["WORLD_SIZE"]
 
-    def command(run: Run) -> tuple[str, str]:
-        texts: list[str] = []
+    def command(run):
+        texts = []
         eventually(lambda: texts.extend(run.state.notices) or texts, within=BUSY, what="it is said")
         found = re.search(r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (\S+)", texts[-1])
         assert found is not None
@@ -284,9 +279,9 @@ def test_a_notebook_shows_the_command_until_the_machines_have_joined(other):
             "run = notebook_launcher(train, num_nodes=2, num_processes=1, devices='cpu', "
             "master_addr='127.0.0.1', block=False)"
         )
-        found: list[tuple[str, str]] = []
+        found = []
 
-        def is_shown() -> bool:
+        def is_shown():
             found[:] = re.findall(
                 r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (127[\d.:]+)",
                 str(notebook.kernel.widgets),
@@ -357,7 +352,7 @@ def files_of_other(tmp_path, monkeypatch):
     ],
 )
 def test_a_machine_that_is_lost_ends_the_run(number, other, files_of_other):
-    def train() -> None:
+    def train():
         _join_group()
         time.sleep(600)
 
@@ -375,7 +370,7 @@ def test_a_machine_that_is_lost_ends_the_run(number, other, files_of_other):
 
 @pytest.mark.long
 def test_an_agent_that_is_killed_leaves_no_file(other, files_of_other):
-    def train() -> None:
+    def train():
         if os.environ["RANK"] == "1":
             assert files_left(os.environ["TMPDIR"]) != []
             os.kill(os.getppid(), signal.SIGKILL)
@@ -387,7 +382,7 @@ def test_an_agent_that_is_killed_leaves_no_file(other, files_of_other):
 
 
 def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other):
-    def train() -> tuple[float, int]:
+    def train():
         import torch.distributed as dist
 
         from notebook_accel.rank import this_rank
@@ -420,7 +415,7 @@ def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other):
 
 
 def test_a_failure_starts_the_ranks_again(other):
-    def train(big: torch.Tensor) -> tuple[str, float]:
+    def train(big):
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         _join_group()
         print("attempt", attempt)
@@ -442,7 +437,7 @@ def test_a_failure_starts_the_ranks_again(other):
 
 
 def test_a_machine_whose_rank_ends_long_before_the_others_stays(other):
-    def train() -> str:
+    def train():
         attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
         if attempt == "0" and rank == "1":
             os._exit(7)
@@ -458,7 +453,7 @@ def test_a_machine_whose_rank_ends_long_before_the_others_stays(other):
 
 
 def test_restarts_come_to_an_end_and_a_machine_says_that_the_run_failed(other):
-    def train() -> None:
+    def train():
         raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     with pytest.raises(WorkerError, match="ValueError: 1"):
@@ -475,7 +470,7 @@ def test_restarts_come_to_an_end_and_a_machine_says_that_the_run_failed(other):
 def test_srun_has_the_other_nodes_of_a_job_join(tmp_path, monkeypatch):
     said = in_job(tmp_path, monkeypatch)
     view = Waits(lambda *_: None)
-    view.waits_for_machines = view.texts.append  # type: ignore[method-assign]
+    view.waits_for_machines = view.texts.append
     config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu")
     run = launch(lambda: os.environ.get("OF_SRUN"), config=config, view=view)
     assert run.results == [None, "yes"]
@@ -497,9 +492,9 @@ def test_what_srun_says_where_it_fails(tmp_path, monkeypatch):
 
 def test_what_is_no_machine_changes_nothing(other):
     """A port scan, garbage, TLS without the secret, and a token of another launch."""
-    seen: list[str] = []
+    seen = []
 
-    def disturb(address: str, token: str) -> None:
+    def disturb(address, token):
         if seen:
             return
         host, _, port = address.rpartition(":")
@@ -527,9 +522,9 @@ def test_what_is_no_machine_changes_nothing(other):
 
 
 def test_strangers_cannot_fill_the_open_files_of_the_notebook():
-    held: list[socket.socket] = []
+    held = []
 
-    def crowd(address: str, token: str) -> None:
+    def crowd(address, token):
         host, _, port = address.rpartition(":")
         most = machines._MAX_UNPROVED
         held.extend(socket.create_connection((host, int(port))) for _ in range(most + 8))
@@ -551,13 +546,13 @@ def test_strangers_cannot_fill_the_open_files_of_the_notebook():
 
 @pytest.mark.parametrize("how", ["environment", pytest.param("option", marks=pytest.mark.long)])
 def test_other_users_cannot_read_the_token_and_the_cell_names_who_joined(how, other, monkeypatch):
-    given: list[str] = []
+    given = []
 
-    def train() -> tuple[str | None, list[str]]:
+    def train():
         above = psutil.Process().parents()
         return os.environ.get("NOTEBOOK_ACCEL_JOIN_TOKEN"), [" ".join(p.cmdline()) for p in above]
 
-    def show(address: str, token: str) -> None:
+    def show(address, token):
         given.append(token)
         command = [sys.executable, "-m", "notebook_accel", "join", address]
         if how == "option":
@@ -602,18 +597,18 @@ def test_join_asks_for_the_token_at_a_terminal():
 
 
 def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(other, tmp_path):
-    given: list[tuple[str, str]] = []
+    given = []
 
-    def show(address: str, token: str) -> None:
+    def show(address, token):
         given.append((address, token))
         other.join(address, token)
 
-    def train(go: Path) -> str:
+    def train(go):
         while not go.exists():
             time.sleep(0.01)
         return os.environ["WORLD_SIZE"]
 
-    def runs_on(size: int) -> None:
+    def runs_on(size):
         eventually(
             lambda: (run.world_size, run.status) == (size, "running"), within=BUSY, what="it runs"
         )
@@ -633,16 +628,16 @@ def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(other, tmp_
 
 
 def test_an_interrupt_ends_the_wait_for_machines(monkeypatch):
-    ports: list[int] = []
+    ports = []
 
-    def press(address: str, token: str) -> None:
+    def press(address, token):
         ports.append(int(address.rpartition(":")[2]))
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as caught:
         launch(lambda: 1, config=two_machines(), view=Waits(press))
 
-    def is_closed() -> bool:
+    def is_closed():
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", ports[0])) != 0
 
@@ -656,7 +651,7 @@ def test_a_name_as_the_address_gives_collectives_the_interface_by_which_machines
     loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
     monkeypatch.setattr(machines.psutil, "net_if_addrs", lambda: {"eth7": [loopback]})
 
-    def seen() -> tuple[str, str]:
+    def seen():
         return os.environ["GLOO_SOCKET_IFNAME"], torch.get_float32_matmul_precision()
 
     env = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
@@ -682,5 +677,5 @@ def test_the_address_without_a_default_route_is_one_that_others_reach(monkeypatc
 class Unroutable(socket.socket):
     """A socket of a machine that has no default route."""
 
-    def connect(self, address: Any) -> None:
+    def connect(self, address):
         raise OSError("Network is unreachable")

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -7,8 +5,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.scripts import script_of_cells
 
 
-def script(*cells: str, **changes: Any) -> str:
-    given: dict[str, Any] = {
+def script(*cells, **changes):
+    given = {
         "namespace": {},
         "sources": [],
         "transform": TransformerManager().transform_cell,
@@ -19,9 +17,9 @@ def script(*cells: str, **changes: Any) -> str:
     return script_of_cells(dict(enumerate(cells, start=1)), **{**given, **changes})
 
 
-def ran(text: str) -> dict[str, Any]:
+def ran(text):
     """The names of a script that has run."""
-    names: dict[str, Any] = {"__name__": "it"}
+    names = {"__name__": "it"}
     exec(compile(text, "it.py", "exec", dont_inherit=True), names)
     return names
 

@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from notebook_accel.launch.preflight import Machine
 from notebook_accel.training.processes import devices
 from notebook_accel.wire import Devices
 
-HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
+HOST = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def machine(monkeypatch):
     return found
 
 
-def about(subject: str) -> Finding:
+def about(subject):
     (found,) = [finding for finding in examine() if finding.subject == subject]
     return found
 
@@ -58,7 +57,7 @@ def test_settings_that_stop_each_launch(monkeypatch, tmp_path):
 def test_dockers_shared_memory_is_named_with_its_remedy(monkeypatch):
     usage = shutil.disk_usage
 
-    def small(path: Any) -> Any:
+    def small(path):
         return SimpleNamespace(total=64 << 20, free=64 << 20) if path == "/dev/shm" else usage(path)
 
     monkeypatch.setattr(shutil, "disk_usage", small)
@@ -140,7 +139,7 @@ def test_devices_that_cannot_be_counted_stop(monkeypatch):
     assert "devices='cpu'" in found.remedy
 
 
-def answer_as_nvidia(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+def answer_as_nvidia(monkeypatch, folder, script):
     """A stand-in for nvidia-smi that answers as it does."""
     tool = folder / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")

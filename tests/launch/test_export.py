@@ -20,35 +20,35 @@ _README = Path(__file__).parents[2] / "README.md"
 class Notebook:
     """Cells that have run, one after the other, and the script of a launch of `train` in them."""
 
-    def __init__(self, *cells: str) -> None:
+    def __init__(self, *cells):
         self.names: dict[str, Any] = {"__name__": "__main__", "notebook_launcher": _launch}
         self.sources: list[CellSource] = []
         for cell in cells:
             self.run(cell)
 
-    def run(self, cell: str) -> None:
+    def run(self, cell):
         text = textwrap.dedent(cell).strip("\n")
         self.sources.insert(0, CellSource(f"<{len(self.sources)}>", "Cell", text))
-        _launch.arguments = (), {}  # type: ignore[attr-defined]
+        _launch.arguments = (), {}
         exec(compile(text, f"<{len(self.sources)}>", "exec", dont_inherit=True), self.names)
 
-    def script(self, *args: Any, **kwargs: Any) -> str:
+    def script(self, *args, **kwargs):
         """The script of the newest launch, or of one with these arguments."""
         if not args and not kwargs:
-            args, kwargs = _launch.arguments  # type: ignore[attr-defined]
+            args, kwargs = _launch.arguments
         train = self.names["train"]
         return script_of(train, args, kwargs, world_size=2, file="it.py", sources=self.sources)
 
 
-def _launch(_: Any, args: Any = (), num_processes: int = 1, kwargs: Any = None) -> list[int]:
-    _launch.arguments = args, kwargs or {}  # type: ignore[attr-defined]
+def _launch(_, args=(), num_processes=1, kwargs=None):
+    _launch.arguments = args, kwargs or {}
     return [7]
 
 
 _launch.__name__ = "notebook_launcher"
 
 
-def returned(script: str, **names: Any) -> Any:
+def returned(script, **names):
     """What the call at the end of a script gives."""
     names["__name__"] = "it"
     exec(compile(script, "it.py", "exec", dont_inherit=True), names)

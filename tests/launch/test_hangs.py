@@ -5,11 +5,10 @@ import os
 import re
 import signal
 import time
-from typing import Any
 
 import pytest
 
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view.plain import PlainView
 from tests.launches import on_cpu
 from tests.waiting import eventually
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.serial
 _SECONDS = 15.0
 
 
-def _meet() -> int:
+def _meet():
     """Both ranks are in a group, and have begun; gives the rank."""
     import torch
     import torch.distributed as dist
@@ -32,7 +31,7 @@ def _meet() -> int:
     return accelerator.process_index
 
 
-def skips(folder: str) -> None:
+def skips(folder):
     import pathlib
     import time
 
@@ -45,7 +44,7 @@ def skips(folder: str) -> None:
         time.sleep(0.1)
 
 
-def crosses(folder: str) -> None:
+def crosses(folder):
     import torch
     import torch.distributed as dist
 
@@ -56,12 +55,12 @@ def crosses(folder: str) -> None:
         dist.barrier()
 
 
-def receives_unrecorded(folder: str) -> None:
+def receives_unrecorded(folder):
     """Both ranks wait for the other one to send, in a torch without a flight recorder."""
     import torch
     import torch.distributed as dist
 
-    native: Any = torch._C._distributed_c10d
+    native = torch._C._distributed_c10d
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         if hasattr(native, name):
             delattr(native, name)
@@ -71,7 +70,7 @@ def receives_unrecorded(folder: str) -> None:
         dist.recv(torch.ones(1), src=0)
 
 
-def saves(folder: str) -> None:
+def saves(folder):
     import torch
 
     from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
@@ -83,7 +82,7 @@ def saves(folder: str) -> None:
     accelerator.wait_for_everyone()
 
 
-def computes(folder: str) -> None:
+def computes(folder):
     import pathlib
 
     import torch
@@ -99,12 +98,12 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(tmp_path, monkeypa
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     texts = [io.StringIO() for _ in range(4)]
     functions = (skips, crosses, computes, receives_unrecorded)
-    runs: list[Run] = [
+    runs = [
         on_cpu(function, str(tmp_path), grace=2.0, view=PlainView(stream=text), block=False)
         for function, text in zip(functions, texts, strict=True)
     ]
     skipped, crossed, computed, received = runs
-    told_of: list[tuple[Run, str]] = []
+    told_of = []
     try:
         for run in runs:
             run.add_done_callback(lambda run: told_of.append((run, run.status)))
@@ -163,7 +162,7 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(tmp_path, monkeypa
             eventually(lambda run=run: run.state.has_ended, within=30, what="it has ended")
 
 
-def waits_beside_a_busy_thread(kind: str) -> None:
+def waits_beside_a_busy_thread(kind):
     import threading
     import time
 
@@ -174,7 +173,7 @@ def waits_beside_a_busy_thread(kind: str) -> None:
         while True:  # a signal ends it
             ctypes.PyDLL(None).sleep(600)
 
-    def work() -> None:
+    def work():
         print("works", flush=True)
         while True:
             sorted(str(number) for number in range(100))
@@ -196,7 +195,7 @@ def test_stacks_of_a_busy_rank_are_read_and_do_no_harm(kind):
         run.kill()
 
 
-def waits_alone() -> None:
+def waits_alone():
     import time
 
     print("begun", flush=True)
@@ -214,7 +213,7 @@ def test_ranks_that_are_suspended_are_named(num_ranks, tmp_path, monkeypatch):
             os.kill(pid, signal.SIGSTOP)
         ranks = "rank 0 is" if num_ranks == 1 else "ranks 0-1 are"
 
-        def is_told() -> bool:
+        def is_told():
             call_of(run).view.poll()
             return f"notebook_accel: {ranks} suspended, by SIGSTOP or a deb" in text.getvalue()
 

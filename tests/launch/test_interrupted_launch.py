@@ -5,10 +5,6 @@ import dis
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import psutil
 import pytest
@@ -51,18 +47,18 @@ class Stepped:
     locked for good.
     """
 
-    def __init__(self, instant: int | None = None) -> None:
+    def __init__(self, instant=None):
         self.num_steps = 0
         self._instant = instant
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+    def __call__(self, frame, event, _):
         name = frame.f_code.co_filename
         if "notebook_accel" not in name and not name.endswith("contextlib.py"):
             return None
         frame.f_trace_opcodes = True
         code, before = frame.f_code.co_code, ""
 
-        def step(frame: FrameType, event: str, _: Any) -> Any:
+        def step(frame, event, _):
             nonlocal before
             if event == "opcode":
                 looks = before.startswith(_LOOKING)
@@ -73,12 +69,12 @@ class Stepped:
 
         return step
 
-    def _take_step(self) -> None:
+    def _take_step(self):
         self.num_steps += 1
         if self.num_steps == self._instant:
             signal.raise_signal(signal.SIGINT)
 
-    def during(self, act: Callable[[], Any]) -> bool:
+    def during(self, act):
         """Whether ``act`` was interrupted."""
         before = sys.gettrace()
         sys.settrace(self)
@@ -93,17 +89,17 @@ class Stepped:
         return False
 
 
-def _descriptors() -> int:
+def _descriptors():
     return psutil.Process().num_fds()
 
 
-def _unknown(folder: Path) -> set[str]:
+def _unknown(folder):
     """The folders that belong to no run of the list."""
     return {name for name in os.listdir(folder) if name[0] != "."} - {run.id for run in runs()}
 
 
 def test_of_a_launch(folder):
-    def begin() -> None:
+    def begin():
         launch(len, (BIG,), config=ON_CPU)
 
     begin()
@@ -112,7 +108,7 @@ def test_of_a_launch(folder):
 
 
 def test_of_a_session_and_its_calls(folder):
-    def begin() -> None:
+    def begin():
         with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
             call(session, len, (BIG,))
 
@@ -128,9 +124,7 @@ def test_a_session_that_nobody_got_is_ended(folder):
     del session
 
 
-def _interrupt_everywhere(
-    begin: Callable[[], None], folder: Path, *, folders_of_sessions: bool = False
-) -> None:
+def _interrupt_everywhere(begin, folder, *, folders_of_sessions=False):
     whole = Stepped()
     assert not whole.during(begin)
     files = _descriptors()
@@ -153,11 +147,11 @@ def _interrupt_everywhere(
 class Printing(View):
     has_printed = False
 
-    def print_end(self) -> None:
+    def print_end(self):
         self.has_printed = True
 
 
-def _note_interrupt(folder: str) -> None:
+def _note_interrupt(folder):
     import pathlib
     import time
 
@@ -174,7 +168,7 @@ def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(folder, block, m
     send = RankCall.sent
 
     @contextlib.contextmanager
-    def interrupted(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def interrupted(*args, **kwargs):
         with send(*args, **kwargs):
             yield
         eventually((folder / ".began").exists, within=SOON, what="the rank is in its function")
@@ -188,7 +182,7 @@ def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(folder, block, m
     assert view.has_printed
 
 
-def _pid_after(seconds: float) -> int:
+def _pid_after(seconds):
     import time
 
     time.sleep(seconds)
@@ -201,7 +195,7 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(fol
         (before,) = call(session, _pid_after, (0,))
 
         @contextlib.contextmanager
-        def interrupted(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def interrupted(*args, **kwargs):
             with send(*args, **kwargs):
                 yield
             signal.raise_signal(signal.SIGINT)
@@ -225,7 +219,7 @@ def test_an_interrupt_while_a_session_is_closed_ends_it_now(monkeypatch):
     call(session, _pid_after, (600,), block=False)
     tell = RankPool.shut_down
 
-    def shut_down(pool: RankPool) -> None:
+    def shut_down(pool):
         tell(pool)
         signal.raise_signal(signal.SIGINT)
 

@@ -6,7 +6,6 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def shared(monkeypatch):
     shutil.rmtree(folder)
 
 
-def as_nobody(act: Callable[[], list[str]]) -> list[str]:
+def as_nobody(act):
     """What ``act`` found in a process of another user."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -64,7 +63,7 @@ def as_nobody(act: Callable[[], list[str]]) -> list[str]:
     return text.splitlines()
 
 
-def readable(paths: list[str]) -> list[str]:
+def readable(paths):
     """Those that this user can list or read."""
     found = []
     for path in paths:
@@ -75,7 +74,7 @@ def readable(paths: list[str]) -> list[str]:
     return found
 
 
-def taken(port: int) -> list[str]:
+def taken(port):
     """How this user got the port."""
     found = []
     for option in (None, socket.SO_REUSEADDR, socket.SO_REUSEPORT):
@@ -91,7 +90,7 @@ def taken(port: int) -> list[str]:
 
 
 def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared):
-    def train(folder: str) -> int:
+    def train(folder):
         from notebook_accel.rank import this_rank
 
         print("a secret of mine", flush=True)
@@ -160,7 +159,7 @@ def test_files_that_another_user_put_into_a_run_are_neither_followed_nor_unpickl
     folder.path.chmod(0o777)
     (shared / "runs").chmod(0o755)
 
-    def attack() -> list[str]:
+    def attack():
         for name in ("begin.part", "config.yaml", "metrics.jsonl", "rank-0.log"):
             os.symlink(mine, folder.path / name)
         code = f"cos\nsystem\n(S'touch {ran}'\ntR.".encode()

@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ from notebook_accel import (
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
-from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
@@ -64,7 +62,7 @@ def _leaves_nothing(tmp_path, monkeypatch):
 # ---- nothing listens -----------------------------------------------------------------------
 
 
-def _listening(pids: list[int]) -> list[str]:
+def _listening(pids):
     """Every socket on which one of the processes accepts connections."""
     inodes = {inode for pid in pids for inode in _sockets(pid)}
     found = []
@@ -77,7 +75,7 @@ def _listening(pids: list[int]) -> list[str]:
     return found
 
 
-def _sockets(pid: int) -> Iterator[str]:
+def _sockets(pid):
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -87,7 +85,7 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def test_no_process_of_a_run_listens(tmp_path):
-    def train(folder: str) -> None:
+    def train(folder):
         open(f"{folder}/{os.environ['RANK']}", "w").close()
         while not os.path.exists(f"{folder}/go"):
             time.sleep(0.01)
@@ -110,14 +108,14 @@ def test_no_process_of_a_run_listens(tmp_path):
 def test_launches_leave_nothing_behind():
     payload = torch.zeros(500_000)
 
-    def train() -> torch.Tensor:
+    def train():
         print("hello")
         return payload + 1
 
-    def fails() -> None:
+    def fails():
         raise ValueError("no")
 
-    def once() -> None:
+    def once():
         on_cpu(train)
         assert float(on_cpu(train)[1][-1]) == 1.0
         with pytest.raises(WorkerError):
@@ -126,7 +124,7 @@ def test_launches_leave_nothing_behind():
 
     me = psutil.Process()
 
-    def held() -> tuple[int, int, int]:
+    def held():
         return me.num_fds(), threading.active_count(), len(me.children())
 
     for _ in range(1 + ROUNDS // 10):
@@ -152,15 +150,15 @@ def test_launches_leave_nothing_behind():
 class Slow(View):
     """Holds the thread of the run's call until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.go_on = threading.Event()
 
-    def update(self, state: RunState) -> None:
+    def update(self, state):
         self.go_on.wait(SOON)
 
 
 def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind():
-    def train(number: int) -> int:
+    def train(number):
         from notebook_accel.rank import this_rank
 
         for step in range(number):
@@ -181,7 +179,7 @@ def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind():
         assert len(run.metrics) == number
 
 
-def _until_idle(pid: int) -> None:
+def _until_idle(pid):
     process = psutil.Process(pid)
     used = -1.0
     deadline = time.monotonic() + SOON
@@ -197,16 +195,16 @@ def _until_idle(pid: int) -> None:
 
 
 def test_done_callbacks_are_called_at_the_end_in_their_order(tmp_path, caplog):
-    def train(folder: str) -> int:
+    def train(folder):
         while not Path(folder, "go").exists():
             time.sleep(0.01)
         if Path(folder, "go").read_text() == "fail":
             raise ValueError("no good")
         return 3
 
-    told: list[Any] = []
+    told = []
 
-    def broken(run: Run) -> None:
+    def broken(run):
         told.append("broken")
         raise KeyError("chat")
 
@@ -233,7 +231,7 @@ def test_done_callbacks_are_called_at_the_end_in_their_order(tmp_path, caplog):
 
 
 def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log():
-    def train() -> None:
+    def train():
         print("epoch 1:", end=" ")
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         try:
@@ -257,7 +255,7 @@ def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log():
 
 
 def test_a_rank_that_returned_may_end_as_it_likes():
-    def train() -> int:
+    def train():
         import atexit
 
         atexit.register(os._exit, 9)
@@ -272,7 +270,7 @@ class Trained:
 
 
 def test_a_function_that_ends_in_a_folder_that_is_gone_has_its_result(monkeypatch):
-    def train() -> Trained:
+    def train():
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             return Trained(torch.nn.Linear(2, 3))
@@ -283,7 +281,7 @@ def test_a_function_that_ends_in_a_folder_that_is_gone_has_its_result(monkeypatc
 
 
 def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk():
-    def train() -> None:
+    def train():
         raise ValueError("begin " + "x" * 20_000_000 + " end")
 
     with pytest.raises(WorkerError) as caught:
@@ -299,7 +297,7 @@ def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk():
 
 
 def test_a_full_log_disk_hides_no_error():
-    def train() -> None:
+    def train():
         full = os.open("/dev/full", os.O_WRONLY)
         for number in (1, 2):
             os.dup2(full, number)
@@ -327,7 +325,7 @@ def small_disk(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_c_code_has_filled_is_named(small_disk):
-    def train() -> None:
+    def train():
         import ctypes
 
         for _ in range(200):
@@ -342,23 +340,23 @@ def test_a_disk_that_c_code_has_filled_is_named(small_disk):
 class Exits:
     """Ends whoever pickles it, makes it again, or asks for its text."""
 
-    def __init__(self, when: str) -> None:
+    def __init__(self, when):
         self.when = when
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         if self.when == "pickled":
             raise SystemExit(0)
         return exits_in, (self.when, os.getpid())
 
 
-def exits_in(when: str, pid: int) -> Any:
+def exits_in(when, pid):
     if when == "made again" and pid != os.getpid():
         raise SystemExit(0)
-    return None
+    return
 
 
 class ExitsAsText(ValueError):
-    def __str__(self) -> str:
+    def __str__(self):
         raise SystemExit(0)
 
 
@@ -374,7 +372,7 @@ def test_a_value_that_exits_ends_nobody():
     with pytest.raises(RuntimeError, match="raised SystemExit"):
         run[0]
 
-    def fails() -> None:
+    def fails():
         raise ExitsAsText("no")
 
     with pytest.raises(WorkerError, match="ExitsAsText: <its text could not be made: SystemExit>"):
@@ -382,7 +380,7 @@ def test_a_value_that_exits_ends_nobody():
 
 
 def test_what_cannot_travel_back_loses_nothing_beside_it():
-    def trains() -> Any:
+    def trains():
         accelerator = Accelerator()
         model, loader = accelerator.prepare(torch.nn.Linear(2, 1), DataLoader([1.0, 2.0]))
         inner = SimpleNamespace(loader=loader, lock=threading.Lock(), model=model)
@@ -412,7 +410,7 @@ def test_what_cannot_travel_back_loses_nothing_beside_it():
 
 @pytest.mark.parametrize("holds", [threading.Event, queue.Queue, ThreadPoolExecutor])
 def test_what_cannot_be_made_again_without_its_lock_stays_as_a_whole(holds):
-    def trains(nested: bool) -> Any:
+    def trains(nested):
         trained = SimpleNamespace(held=holds(), weights=torch.ones(2))
         return {"weights": torch.ones(2), "trained": trained} if nested else trained
 
@@ -427,7 +425,7 @@ def test_what_cannot_be_made_again_without_its_lock_stays_as_a_whole(holds):
 def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data():
     data = torch.ones(1 << 20)
 
-    def train() -> Any:
+    def train():
         return data.sum()
 
     with socket.socket() as taken:
@@ -444,7 +442,7 @@ def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data():
 
 
 def test_a_function_that_reads_is_not_interrupted_in_a_long_step():
-    def train() -> str:
+    def train():
         from notebook_accel.rank import this_rank
 
         this_rank.current().should_stop()
@@ -462,7 +460,7 @@ def test_a_function_that_reads_is_not_interrupted_in_a_long_step():
     assert run.status == "stopped"
 
 
-def train_in_long_steps(folder: str, seconds: float) -> None:
+def train_in_long_steps(folder, seconds):
     from notebook_accel.rank import this_rank
 
     context = this_rank.current()
@@ -519,20 +517,20 @@ class EndsWhilePolled(View):
     go: Path | None = None
     has_printed_end = False
 
-    def open(self, run: Run) -> None:
+    def open(self, run):
         self.run = run
 
-    def poll(self) -> None:
+    def poll(self):
         if self.go is not None:
             self.go.touch()
             call_of(self.run).ended.wait(SOON)
 
-    def print_end(self) -> None:
+    def print_end(self):
         self.has_printed_end = True
 
 
 def test_times_that_are_none_end_no_run(tmp_path):
-    def train(folder: str) -> int:
+    def train(folder):
         while not os.path.exists(f"{folder}/go"):
             time.sleep(0.01)
         return 1
@@ -541,9 +539,9 @@ def test_times_that_are_none_end_no_run(tmp_path):
     run = on_cpu(train, str(tmp_path), n=1, view=view, block=False)
     for value in ("3", -1, float("nan"), True, [1]):
         with pytest.raises(ConfigError, match="seconds"):
-            run.wait(value)  # type: ignore[arg-type]
+            run.wait(value)
         with pytest.raises(ConfigError, match="seconds"):
-            run.stop(value)  # type: ignore[arg-type]
+            run.stop(value)
     with pytest.raises(TimeoutError):
         run.wait(0)
     assert not view.has_printed_end
@@ -559,33 +557,33 @@ def test_times_that_are_none_end_no_run(tmp_path):
 class Broken(View):
     """Raises in one of its methods."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         self._where = where
 
-    def _break(self, where: str) -> None:
+    def _break(self, where):
         if where == self._where:
             raise ZeroDivisionError(where)
 
-    def open(self, run: Run) -> None:
+    def open(self, run):
         self._break("open")
 
-    def update(self, state: RunState) -> None:
+    def update(self, state):
         self._break("update")
 
-    def poll(self) -> None:
+    def poll(self):
         self._break("poll")
 
-    def close(self, state: RunState) -> None:
+    def close(self, state):
         self._break("close")
 
-    def print_end(self) -> None:
+    def print_end(self):
         self._break("settle")
 
 
 @pytest.mark.parametrize("where", ["open", "update", "poll", "close", "settle"])
 @pytest.mark.parametrize("block", [True, False])
 def test_a_view_that_breaks_ends_no_training(where, block):
-    def train() -> int:
+    def train():
         time.sleep(0.3)
         return 1
 
@@ -617,7 +615,7 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(monkeypatch, tmp_path):
 
 
 def test_a_large_result_goes_with_its_last_handle():
-    def train() -> Any:
+    def train():
         import torch
 
         return torch.ones(25_000_000)
@@ -651,7 +649,7 @@ def test_what_a_run_was_given_goes_with_its_last_handle(tmp_path):
     big = Big()
     seen = weakref.ref(big)
 
-    def train(given: Big, folder: str) -> bool:
+    def train(given, folder):
         while not os.path.exists(f"{folder}/go"):
             time.sleep(0.01)
         return given is not None
@@ -667,7 +665,7 @@ def test_what_a_run_was_given_goes_with_its_last_handle(tmp_path):
 
 
 def test_a_launch_that_raised_is_in_the_list_with_its_results():
-    def train() -> int:
+    def train():
         if os.environ["RANK"] == "1":
             time.sleep(0.3)
             raise ValueError("no")
@@ -682,17 +680,17 @@ def test_a_launch_that_raised_is_in_the_list_with_its_results():
 
 
 def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path):
-    def train() -> None:
+    def train():
         from notebook_accel.rank import this_rank
 
         print("still here")
         this_rank.current().metric({"loss": 1.0}, 0)
 
     root = tmp_path / "runs"
-    at_open: list[int] = []
+    at_open = []
 
     class Counting(View):
-        def open(self, run: Run) -> None:
+        def open(self, run):
             at_open.append(len(run_folders(root)))
 
     for _ in range(60):
@@ -711,7 +709,7 @@ def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path):
 
 
 def test_the_end_of_a_log_is_whole_lines():
-    def train() -> None:
+    def train():
         for number in range(1000):
             print("line", number)
 
@@ -760,7 +758,7 @@ sys.stdin.read()
 
 
 def test_runs_of_other_kernels(capsys):
-    def found(number: str) -> Run:
+    def found(number):
         return next(run for run in runs(everywhere=True) if run.id == number)
 
     command = [sys.executable, "-c", IMPORT_LITTLE + EARLIER]
@@ -812,7 +810,7 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch, tmp_path):
     # Python passes over it, and so do the ranks.
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
 
-    def train() -> dict[str, str | None]:
+    def train():
         import tempfile
 
         assert all(isinstance(entry, str) for entry in sys.path)
@@ -837,7 +835,7 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch, tmp_path):
 
 
 def test_variables_that_torch_reads_as_it_loads_count_in_ranks(monkeypatch):
-    def precision() -> str:
+    def precision():
         return torch.get_float32_matmul_precision()
 
     override = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
@@ -851,13 +849,13 @@ def test_variables_that_torch_reads_as_it_loads_count_in_ranks(monkeypatch):
 
 
 def test_copies_that_ran_on_their_own_are_named():
-    def alone() -> None:
+    def alone():
         import torch  # noqa: F401
 
-    def has_nothing_to_train() -> int:
+    def has_nothing_to_train():
         return 1
 
-    def together() -> None:
+    def together():
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
@@ -871,7 +869,7 @@ def test_copies_that_ran_on_their_own_are_named():
 
 
 def test_notices_are_shown_once_whoever_says_them():
-    def train() -> None:
+    def train():
         from notebook_accel.rank import this_rank
 
         for _ in range(2):

@@ -6,28 +6,27 @@ test-libraries` installs all.
 
 import csv
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Run, notebook_launcher
+from notebook_accel import notebook_launcher
 from notebook_accel.launch.worker.library_metrics import lightning_callbacks
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def needs(*libraries: str) -> Any:
+def needs(*libraries):
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {missing}: make test-libraries")
 
 
-def logged(run: Run) -> list[tuple[int, int, str, float]]:
+def logged(run):
     return [(row["rank"], row["step"], row["name"], row["value"]) for row in run.metrics]
 
 
-def fine_tune(folder: str) -> list[dict[str, float]]:
+def fine_tune(folder):
     from torch.utils.tensorboard import SummaryWriter
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -83,25 +82,25 @@ def test_a_trainer_and_a_summary_writer(tmp_path):
     assert b"eval/loss" in written
 
 
-def fit(folder: str, has_logger: bool) -> tuple[str, list[str], Any]:
+def fit(folder, has_logger):
     import lightning as L
     from lightning.pytorch.loggers import CSVLogger
 
     class Regression(L.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = torch.nn.Linear(4, 1)
 
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        def training_step(self, batch, _):
             loss = torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
             self.log("train_loss", loss, on_step=True, on_epoch=True)
             return loss
 
-        def validation_step(self, batch: Any, _: int) -> None:
+        def validation_step(self, batch, _):
             loss = torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
             self.log("val_loss", loss, sync_dist=True)
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     inputs = torch.randn(32, 4)
@@ -151,7 +150,7 @@ def test_lightning_gets_nothing_outside_of_ranks():
     assert lightning_callbacks() == []
 
 
-def learn(folder: str) -> Any:
+def learn(folder):
     from fastai.basics import DataLoaders, Learner, accuracy
     from fastai.callback import progress  # noqa: F401  as fastai.vision.all imports it
     from fastai.losses import CrossEntropyLossFlat
@@ -185,7 +184,7 @@ def test_a_fastai_learner(tmp_path):
     assert last["train_loss"] == pytest.approx(train_loss)
 
 
-def align(folder: str) -> list[dict[str, float]]:
+def align(folder):
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast

@@ -7,7 +7,6 @@ import tempfile
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,16 +26,16 @@ from tests.interpreters import run_script
 from tests.launches import launch
 
 
-def train(lr: float, *, steps: int = 1) -> None: ...
+def train(lr, *, steps=1): ...
 
 
 class Trainer:
-    def __call__(self, lr: float) -> None: ...
+    def __call__(self, lr): ...
 
-    def fit(self, lr: float) -> None: ...
+    def fit(self, lr): ...
 
 
-def steps(lr: float) -> Any:
+def steps(lr):
     yield lr
 
 
@@ -69,10 +68,10 @@ def test_what_a_function_returned_is_no_function(given):
     assert repr(given) in str(caught.value)
 
 
-async def train_later() -> None: ...
+async def train_later(): ...
 
 
-async def steps_later() -> Any:
+async def steps_later():
     yield 1
 
 
@@ -106,12 +105,12 @@ def test_args_is_a_tuple_or_a_list(args):
 
 def test_a_tensor_is_one_argument_and_no_tuple():
     with pytest.raises(ConfigError, match="tuple"):
-        check_call(lambda *_: None, torch.ones(2), None)  # type: ignore[arg-type]
+        check_call(lambda *_: None, torch.ones(2), None)
 
 
 def test_keyword_arguments_in_the_place_of_the_others():
     with pytest.raises(ConfigError, match="kwargs="):
-        check_call(train, {"lr": 0.1}, None)  # type: ignore[arg-type]
+        check_call(train, {"lr": 0.1}, None)
 
 
 @pytest.mark.parametrize("kwargs", [[1], "lr", {1: 2}, 7])
@@ -163,7 +162,7 @@ def test_a_port_that_others_listen_on_everywhere():
 # ---- the place -----------------------------------------------------------------------------
 
 
-def launched() -> None:
+def launched():
     launch(lambda: 1, config=LaunchConfig(devices="cpu", num_processes=1))
 
 
@@ -193,7 +192,7 @@ def test_no_folder_for_temporary_files(monkeypatch):
 
 
 def test_a_call_that_a_container_refuses(monkeypatch):
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise PermissionError
 
     monkeypatch.setattr(os, "pidfd_open", refuse)

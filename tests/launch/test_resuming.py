@@ -4,7 +4,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from notebook_accel import (
     WorkerError,
 )
 from notebook_accel.launch.launcher import folder_to_resume
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import call_of
 from tests.launches import launch
 from tests.waiting import eventually
 
@@ -25,14 +24,7 @@ SOON = 60.0
 NUM_BATCHES = 30
 
 
-def train(
-    rate: float = 0.01,
-    *,
-    width: int = 16,
-    is_slow: bool = False,
-    fsdp: bool = False,
-    own: str | None = None,
-) -> dict[str, Any]:
+def train(rate=0.01, *, width=16, is_slow=False, fsdp=False, own=None):
     """Train two epochs with all that a checkpoint has; return the losses and rates of each step."""
     from notebook_accel import Accelerator, set_seed
 
@@ -66,11 +58,11 @@ def train(
     return {"losses": losses, "rates": rates, "start": start}
 
 
-def start(*args: Any, ranks: int = 2, **asked: Any) -> Run:
+def start(*args, ranks=2, **asked):
     return launch(train, args, config=LaunchConfig(num_processes=ranks), **asked)
 
 
-def stopped(**kwargs: Any) -> Run:
+def stopped(**kwargs):
     run = start(block=False, kwargs={"is_slow": True, **kwargs})
     eventually(lambda: run.state.ranks[0].steps > 5, within=SOON, what="some steps")
     run.stop()
@@ -104,7 +96,7 @@ class Waiting(torch.optim.SGD):
 
     folder = ""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if Waiting.folder:
             self.param_groups[1]["lr"] = 0.0
         result = super().step(closure)
@@ -113,26 +105,26 @@ class Waiting(torch.optim.SGD):
         return result
 
 
-def wait_for_the_interrupt(folder: str) -> None:
+def wait_for_the_interrupt(folder):
     from notebook_accel import PartialState
 
     Path(folder, str(PartialState().process_index)).touch()
     time.sleep(1000)
 
 
-def step_by_step(folder: str, where: str = "", num_accumulated: int = 1) -> list[Any]:
+def step_by_step(folder, where="", num_accumulated=1):
     """Train two epochs with a test in each; return the losses. Waits where an interrupt comes."""
     from notebook_accel import Accelerator, set_seed
 
     set_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_accumulated)
-    model: Any = torch.nn.Linear(8, 1)
+    model = torch.nn.Linear(8, 1)
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
-    optimizer: Any = Waiting(groups, lr=0.01)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    optimizer = Waiting(groups, lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     data = torch.randn(2 * NUM_BATCHES * accelerator.num_processes, 8)
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
-    others: Any = torch.utils.data.DataLoader(data[:8], batch_size=2)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    others = torch.utils.data.DataLoader(data[:8], batch_size=2)
     model, optimizer, loader, others, schedule = accelerator.prepare(
         model, optimizer, loader, others, schedule
     )
@@ -159,7 +151,7 @@ def step_by_step(folder: str, where: str = "", num_accumulated: int = 1) -> list
     return losses
 
 
-def interrupted(folder: Path, *args: Any) -> Run:
+def interrupted(folder, *args):
     config = LaunchConfig(num_processes=2)
     run = launch(step_by_step, (str(folder), *args), config=config, block=False)
     for rank in range(2):
@@ -252,7 +244,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path):
             folder_to_resume(source)
 
 
-def learn(rate: float = 0.01, folder: str = "", **others: Any) -> dict[str, Any]:
+def learn(rate=0.01, folder="", **others):
     """Train until a knob says so; return the loss before each step, and where it began."""
     from notebook_accel import Accelerator, set_seed
 
@@ -278,7 +270,7 @@ def learn(rate: float = 0.01, folder: str = "", **others: Any) -> dict[str, Any]
     return {"losses": losses, "start": start, "rate": rate, "pause": pause.value, **others}
 
 
-def learning(**kwargs: Any) -> Run:
+def learning(**kwargs):
     config = LaunchConfig(num_processes=2)
     run = launch(learn, config=config, kwargs=kwargs, block=False)
     eventually(lambda: run.state.ranks[0].steps > 5, within=SOON, what="some steps")
@@ -318,12 +310,12 @@ def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing():
         with pytest.raises(error, match=words):
             run.clone(**changes)
 
-    def plain(lr: float) -> None:
+    def plain(lr):
         from notebook_accel import Accelerator
 
         Accelerator(cpu=True).knob("lr", lr)
 
-    def several(first: int, *others: int, **named: int) -> Any:
+    def several(first, *others, **named):
         return first, others, named
 
     varied = launch(several, (1, 2, 3), config=LaunchConfig(num_processes=1))
@@ -338,7 +330,7 @@ def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing():
 
 
 def test_other_processes_see_a_pause():
-    def listed() -> str:
+    def listed():
         command = [sys.executable, "-m", "notebook_accel", "runs"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return next(line for line in done.stdout.splitlines() if run.id in line)

@@ -3,7 +3,6 @@
 import os
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View
 
 
-def run_in(root: Path) -> Run:
+def run_in(root):
     """A run that goes on, as far as the list looks at it."""
     folder = RunFolder.make(root)
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
@@ -39,7 +38,7 @@ def test_runs_that_begin_at_once_in_two_threads_are_both_listed(tmp_path, monkey
     first, second = run_in(tmp_path), run_in(tmp_path)
     other = threading.Thread(target=run_list.add, args=(second,))
 
-    def run_without_results(call: Call) -> Run:
+    def run_without_results(call):
         """In the middle of `add`: the other thread comes now, if it can."""
         if call_of(first) is call:
             other.start()
@@ -59,7 +58,7 @@ def test_a_run_whose_kernel_ends_while_it_is_read_has_its_own_end(tmp_path, monk
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
     folder.save(replace(state, status="running"))
 
-    def end(_: RunFolder) -> bool:
+    def end(_):
         """The kernel saves the end of its run and ends, just before it is asked for."""
         folder.save(replace(state, status="succeeded", ended=1.0))
         return False
@@ -82,7 +81,7 @@ def test_metrics_that_are_too_large_are_refused_and_still_plotted(tmp_path, monk
     assert [row["name"] for row in call_of(run).metrics.sample()] == ["loss"]
 
 
-def grow(path: Path) -> None:
+def grow(path):
     """Give a file more bytes than any memory has; the disk holds none of them."""
     if path.name == ".live":
         path.unlink()  # a link to a file of the kernel's, which all its runs share

@@ -3,7 +3,6 @@
 import contextvars
 import os
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +25,8 @@ def _nobody_yet(monkeypatch):
     this_rank._context.reset(token)
 
 
-def launched(
-    number: int = 1, board: Scoreboard | None = None
-) -> tuple[LaunchedContext, list[wire.Message], Scoreboard]:
-    told: list[wire.Message] = []
+def launched(number=1, board=None):
+    told = []
     board = board or Scoreboard(2)
     context = LaunchedContext(
         rank=number,
@@ -61,11 +58,11 @@ def test_a_rank_of_a_launcher_that_says_less(monkeypatch):
     assert (context.local_rank, context.local_world_size) == (3, 4)
 
 
-def in_thread(context: contextvars.Context | None = None) -> RankContext:
+def in_thread(context=None):
     """Who a thread of the user's is."""
-    found: list[RankContext] = []
+    found = []
 
-    def ask() -> None:
+    def ask():
         found.append(current())
 
     thread = threading.Thread(target=(lambda: context.run(ask)) if context else ask)
@@ -83,9 +80,9 @@ def test_threads_of_a_rank_are_that_rank():
 
 
 def test_ranks_that_are_threads():
-    found: dict[int, RankContext] = {}
+    found = {}
 
-    def be(number: int) -> None:
+    def be(number):
         context, _, _ = launched(number)
         enter(context, whole_process=False)
         inherited = contextvars.copy_context()
@@ -105,7 +102,7 @@ def test_first_questions_from_many_threads_get_one_answer():
     barrier = threading.Barrier(8)
     found = []
 
-    def ask() -> None:
+    def ask():
         barrier.wait()
         found.append(current())
 
@@ -117,7 +114,7 @@ def test_first_questions_from_many_threads_get_one_answer():
     assert len({id(context) for context in found}) == 1
 
 
-def _in_child(act: Any) -> int:
+def _in_child(act):
     pid = os.fork()
     if not pid:
         try:
@@ -131,7 +128,7 @@ def test_a_forked_child_knows_its_rank_and_says_nothing():
     context, told, _ = launched()
     enter(context)
 
-    def child() -> int:
+    def child():
         assert current().rank == 1
         current().notice("from a loader's worker")
         current().metric({"loss": 1.0})
@@ -152,7 +149,7 @@ def test_values_of_any_kind_of_number_are_told_as_floats():
 
     context, told, _ = launched()
     numbers = (np.float32(0.5), np.int64(3), torch.tensor(2.0), True)
-    context.metric(dict(zip("abcd", numbers, strict=True)))  # type: ignore[arg-type]
+    context.metric(dict(zip("abcd", numbers, strict=True)))
     assert isinstance(told[0], wire.Metric)
     assert repr(told[0].values) == "{'a': 0.5, 'b': 3.0, 'c': 2.0, 'd': 1.0}"
     encode(told[0])
@@ -163,12 +160,12 @@ def test_a_step_is_a_whole_number_that_a_message_can_carry():
 
     context, told, _ = launched()
     for step in (np.int64(3), 3.0, 2**63 - 1):
-        context.metric({}, step)  # type: ignore[arg-type]
+        context.metric({}, step)
         encode(told[-1])
-    assert [message.step for message in told] == [3, 3, 2**63 - 1]  # type: ignore[attr-defined]
+    assert [message.step for message in told] == [3, 3, 2**63 - 1]
     for step in (2**70, float("inf"), "three"):
         with pytest.raises(ConfigError, match="step="):
-            context.metric({}, step)  # type: ignore[arg-type]
+            context.metric({}, step)
 
 
 def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops():
@@ -177,7 +174,7 @@ def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops():
     context.report(wire.Bar, bar=1, name="b", n=1)
     context.notice("x")
     context.count_batch(5)
-    context.count_step(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    context.count_step(lambda: 1 / 0)
     assert context.should_stop() is False
 
 
@@ -190,7 +187,7 @@ def test_batches_of_several_passes():
     seen = []
     # The third pass is left after two of its five batches, the last one resumed after three. A
     # loader's length may be an integer of NumPy's.
-    five: Any = np.int64(5)
+    five = np.int64(5)
     passes = ((3, (1, 2, 3)), (3, (1, 2, 3)), (5, (1, 2)), (None, (1, 2)), (5, (1,)), (5, (4, 5)))
     for total, numbers in passes:
         for number in numbers:
@@ -211,7 +208,7 @@ def test_steps_and_the_memory_now_and_then():
     context, _, board = launched()
     asked = []
 
-    def memory() -> DeviceMemory:
+    def memory():
         asked.append(1)
         return DeviceMemory(2**33, 2**34, 2**35)
 

@@ -7,21 +7,20 @@ import random
 import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from notebook_accel.system.interrupts import Latch, held, let_through
 
 
-def _press() -> None:
+def _press():
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_an_interrupt_is_raised_at_the_end_of_the_block():
     done = []
 
-    def work() -> None:
+    def work():
         with held() as presses:
             _press()
             done.append(presses.count)
@@ -35,7 +34,7 @@ def test_an_interrupt_is_raised_at_the_end_of_the_block():
 def test_one_more_than_patience_is_raised_at_once():
     done = []
 
-    def work() -> None:
+    def work():
         with held():
             _press()
             done.append("held")
@@ -50,7 +49,7 @@ def test_one_more_than_patience_is_raised_at_once():
 def test_without_a_limit_all_are_counted():
     done = []
 
-    def work() -> None:
+    def work():
         with held(patience=None) as presses:
             for _ in range(5):
                 _press()
@@ -64,7 +63,7 @@ def test_without_a_limit_all_are_counted():
 def test_inside_of_another_the_outer_one_counts():
     done = []
 
-    def work() -> None:
+    def work():
         with held(patience=None) as outer:
             with held():
                 _press()
@@ -83,7 +82,7 @@ def test_an_error_of_the_block_stays_when_nobody_pressed():
 def test_in_another_thread_nothing_changes():
     handlers = []
 
-    def look() -> None:
+    def look():
         with held() as presses:
             handlers.append((signal.getsignal(signal.SIGINT), presses.count))
 
@@ -96,14 +95,14 @@ def test_in_another_thread_nothing_changes():
 def test_an_interrupt_right_before_user_code_is_raised_there(monkeypatch):
     """Between the looks at what is held and the change of handlers: it was held to the very end."""
     install = signal.signal
-    done: list[bool] = []
+    done = []
 
-    def press_first(*arguments: Any) -> Any:
+    def press_first(*arguments):
         monkeypatch.undo()
         _press()
         return install(*arguments)
 
-    def work() -> None:
+    def work():
         with held():
             monkeypatch.setattr(signal, "signal", press_first)
             with let_through():
@@ -116,13 +115,13 @@ def test_an_interrupt_right_before_user_code_is_raised_there(monkeypatch):
 
 def test_another_thread_lets_nothing_of_the_main_one_through():
     """As an inline run in the background, while a cell waits for another run."""
-    done: list[bool] = []
+    done = []
 
-    def work() -> None:
+    def work():
         with let_through():
             done.append(True)
 
-    def wait() -> None:
+    def wait():
         with held():
             _press()
             thread = threading.Thread(target=work)
@@ -150,7 +149,7 @@ def test_no_interrupt_of_those_who_wait_keeps_a_latch_shut():
         signal.signal(signal.SIGALRM, before)
 
 
-def _interrupt_waiting(latch: Latch) -> None:
+def _interrupt_waiting(latch):
     with contextlib.suppress(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.0004))
         while True:

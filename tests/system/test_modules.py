@@ -1,13 +1,10 @@
 """Modules are found by other processes, and changed right after their import."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
-from typing import Any
 
 from notebook_accel.system.modules import change_module, import_path, own_modules
 
@@ -17,13 +14,13 @@ def test_a_module_that_was_only_looked_for_is_changed_once_it_is_imported(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     finders = list(sys.meta_path)
 
-    def change(module: Any) -> None:
+    def change(module):
         module.value += 1
 
     change_module("looked_for", change)
     assert find_spec("looked_for") is not None
     assert "looked_for" not in sys.modules
-    module: Any = importlib.import_module("looked_for")
+    module = importlib.import_module("looked_for")
     monkeypatch.delitem(sys.modules, "looked_for")
     assert module.value == 2
     assert sys.meta_path == finders
@@ -37,7 +34,7 @@ def test_a_folder_that_was_left_is_the_notebooks_own_also_below_the_environment(
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))  # as /usr has /usr/src/app
     package = types.ModuleType("package")
     package.__spec__ = ModuleSpec("package", None)
-    package.__spec__.submodule_search_locations = [tmp_path / "elsewhere" / "package"]  # type: ignore[list-item]
+    package.__spec__.submodule_search_locations = [tmp_path / "elsewhere" / "package"]
     monkeypatch.setitem(sys.modules, "package", package)
     with monkeypatch.context() as on_the_path:
         on_the_path.syspath_prepend(tmp_path / "app")

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tests.interpreters import run_script
 NOBODY = 65534
 
 
-def fork(act: Callable[[], object] = lambda: time.sleep(600)) -> int:
+def fork(act=lambda: time.sleep(600)):
     pid = os.fork()
     if not pid:
         with suppress(BaseException):
@@ -32,10 +31,10 @@ def fork(act: Callable[[], object] = lambda: time.sleep(600)) -> int:
     return pid
 
 
-def in_child(act: Callable[[], bool]) -> bool:
+def in_child(act):
     """Whether ``act`` gave True in a process of its own, within 30 seconds."""
 
-    def run() -> None:
+    def run():
         signal.alarm(30)
         adopt_orphans()
         os._exit(0 if act() else 1)
@@ -64,11 +63,11 @@ def test_three_hundred_zombies_are_cleared_at_once():
 
 
 def test_kept_children_keep_what_is_below_them():
-    def with_a_child() -> None:
+    def with_a_child():
         fork()
         time.sleep(600)
 
-    def act() -> bool:
+    def act():
         kept, other = fork(with_a_child), fork(with_a_child)
         me = psutil.Process()
         while len(me.children(recursive=True)) < 4:
@@ -87,7 +86,7 @@ def test_kept_children_keep_what_is_below_them():
 def test_a_child_of_another_user_is_left_alone():
     reader, writer = os.pipe()
 
-    def act() -> bool:
+    def act():
         theirs = fork()
         os.write(writer, str(theirs).encode())
         os.setuid(NOBODY)
@@ -102,7 +101,7 @@ def test_a_child_of_another_user_is_left_alone():
 
 
 def test_whether_there_are_children():
-    def act() -> bool:
+    def act():
         if has_children():
             return False
         pid = fork(lambda: None)

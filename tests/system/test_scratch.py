@@ -8,21 +8,20 @@ import signal
 import tempfile
 from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import Any
 
 from notebook_accel.system import processes
 
 _RUN = "20260101-000000-beef00"
 
 
-def _leave(said: Any) -> None:
+def _leave(said):
     """Be killed with a socket and a semaphore in the file system."""
     processes.use_scratch(_RUN)
     listener = Listener()
     shared = Path("/dev/shm")
     # As it was before another test imported joblib, which names semaphores in its own way.
     importlib.reload(multiprocessing.synchronize)
-    name = multiprocessing.synchronize.SemLock._make_name()  # type: ignore[attr-defined]
+    name = multiprocessing.synchronize.SemLock._make_name()
     (shared / f"sem.{name[1:]}").touch()
     said.send((listener.address, name))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,23 +26,23 @@ def agent(tmp_path):
 class SlowToUnpickle:
     """Comes late to the function on the rank of the highest number."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self.seconds = seconds
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return _come_late, (self.seconds,)
 
 
-def _come_late(seconds: float) -> None:
+def _come_late(seconds):
     if os.environ["RANK"] == "2":
         time.sleep(seconds)
 
 
-def raises(*_: Any) -> None:
+def raises(*_):
     raise ValueError("alike")
 
 
-def sleeps() -> None:
+def sleeps():
     print("sleeps", flush=True)
     time.sleep(600)
 
@@ -60,7 +59,7 @@ def test_a_folder_that_cannot_be_entered_fails_the_call(agent):
 
 
 def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call(agent):
-    def find_port() -> None:
+    def find_port():
         assert os.environ["MASTER_PORT"] == "4321"
 
     agent.launch(2, ranks=(1,))
@@ -73,7 +72,7 @@ def test_a_call_waits_for_the_port_of_rank_0_and_what_follows_waits_for_the_call
 
 
 def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes():
-    def name_output() -> None:
+    def name_output():
         current().notice(os.readlink("/proc/self/fd/1"))
 
     agent = AgentByHand(None)
@@ -98,10 +97,10 @@ def test_output_comes_before_the_end_of_its_call(agent):
 
 
 def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent):
-    def hear() -> None:
+    def hear():
         from notebook_accel.launch.worker import groups
 
-        done: list[int] = []
+        done = []
         groups.disconnect = lambda: done.append(1)
         (worker,) = (each for each in gc.get_objects() if type(each).__name__ == "Worker")
         for call, so_far in ((1, 0), (2, 1)):
@@ -121,7 +120,7 @@ def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent):
 
 
 def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent):
-    def go_on() -> None:
+    def go_on():
         threading.Thread(target=time.sleep, args=(600,)).start()
 
     agent.launch(1)
@@ -133,7 +132,7 @@ def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent):
 
 
 def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent):
-    def leave() -> None:
+    def leave():
         print("ready", flush=True)
         while not current().should_stop():
             time.sleep(0.01)
@@ -152,9 +151,9 @@ def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent):
 # ---- a failure ---------------------------------------------------------------------------------
 
 
-def failures(agent: AgentByHand, num_ranks: int) -> dict[int | None, str]:
+def failures(agent, num_ranks):
     """How each rank ended: the kind of what it raised, "ended" where the agent ended it."""
-    ends: dict[int | None, str] = {}
+    ends = {}
     while len(ends) < num_ranks:
         agent.wait_for(wire.Message, len(agent.heard) + 1)
         for message in agent.heard:
@@ -220,7 +219,7 @@ def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(agent):
 
 
 def test_a_value_that_is_logged_alone_comes_at_once(agent):
-    def logs() -> None:
+    def logs():
         current().metric({"loss": 1.0})
         sleeps()
 
@@ -231,7 +230,7 @@ def test_a_value_that_is_logged_alone_comes_at_once(agent):
 
 
 def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent):
-    def logs() -> None:
+    def logs():
         for step in range(3):
             current().metric({"loss": 1.0}, step)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import random
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,12 @@ LIVE = 32_768
 class Growing:
     """A file that is written to, and the tail that follows it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         path.touch()
         self.file = path.open("ab", buffering=0)
         self.tail = FileTail(path)
 
-    def then(self, data: bytes | str) -> tuple[str, int]:
+    def then(self, data):
         self.file.write(data.encode() if isinstance(data, str) else data)
         return self.tail.read()
 

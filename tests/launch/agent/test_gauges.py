@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -39,13 +38,13 @@ def test_a_device_that_may_be_another_one_is_not_shown(
     assert one.measured.get("device_use") == (41 if shown else None)
 
 
-def gauges_of(visible: str, monkeypatch: pytest.MonkeyPatch, **more: str) -> Gauges:
+def gauges_of(visible, monkeypatch, **more):
     monkeypatch.setattr(os.path, "exists", lambda _: True)
     return Gauges({"CUDA_VISIBLE_DEVICES": visible, **more}, 0, os.getpid())
 
 
-def nvml_of(machine: list[str], **more: Any) -> Any:
-    def use(handle: int) -> Any:
+def nvml_of(machine, **more):
+    def use(handle):
         return SimpleNamespace(gpu=40 + handle)
 
     names = {
@@ -59,7 +58,7 @@ def nvml_of(machine: list[str], **more: Any) -> Any:
     return SimpleNamespace(**names | more)
 
 
-def read(one: Gauges) -> None:
+def read(one):
     one.read(1.0)
     for thread in threading.enumerate():
         if thread.name == "notebook_accel nvml":
@@ -69,7 +68,7 @@ def read(one: Gauges) -> None:
 def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     answer = threading.Event()
 
-    def hang() -> Any:
+    def hang():
         assert answer.wait(30)
         return nvml_of(ALIKE)
 
@@ -97,7 +96,7 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     ],
 )
 def test_memory_in_containers_and_on_parts_of_devices(is_inside, pids, memory, monkeypatch):
-    def unsupported(handle: int) -> Any:
+    def unsupported(handle):
         raise RuntimeError("Not Supported")
 
     found = [SimpleNamespace(pid=pid or os.getpid(), usedGpuMemory=100) for pid in pids]

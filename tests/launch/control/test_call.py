@@ -3,9 +3,7 @@
 import gc
 import operator
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch import payload, run_list
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
-from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.payload import pack
 from notebook_accel.launch.run import Run
 from tests.launch.control.played import SECONDS, PlayedAgent, played
@@ -31,31 +28,31 @@ def run(tmp_path):
         yield run
 
 
-def listed(call: Call) -> Run:
+def listed(call):
     """A run as a launch lists it."""
     run = Run(call, results=call.results)
     run_list.add(run)
     return run
 
 
-def raised(**fields: Any) -> dict[str, Any]:
+def raised(**fields):
     given = {"kind": "exception", "type_name": "ValueError", "text": "bad", "traceback": "bad\n"}
     return {**given, **fields}
 
 
-def ended_by_a_finalizer(call: Call, during: Callable[..., Any]) -> Callable[..., Any]:
+def ended_by_a_finalizer(call, during):
     """``during``, in whose first turn the garbage collector finds an object that ends the call."""
 
     class Owner:
-        def __init__(self) -> None:
+        def __init__(self):
             self.itself = self
 
-        def __del__(self) -> None:
+        def __del__(self):
             call.stop()
 
     owners = [Owner()]
 
-    def collecting(*args: Any, **named: Any) -> Any:
+    def collecting(*args, **named):
         if owners:
             owners.clear()
             gc.collect()
@@ -92,7 +89,7 @@ def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(where, run, monkey
 class OfAnotherVersion:
     """What a rank returns, and this process cannot make again."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return operator.getitem, ({}, "missing")
 
 

@@ -1,7 +1,5 @@
 """From each rank's newest collectives to the first at which they differ."""
 
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -23,7 +21,7 @@ LINE = ", at Cell In[4], line 11"
 SUM, SHARE, EACH, SPLIT = "all_reduce", "broadcast", "all_to_all", "scatter"
 
 
-def answer(*begun: tuple[Any, ...], first: int = 1, done: int = 0, **groups: Any) -> Any:
+def answer(*begun, first=1, done=0, **groups):
     """Collectives from the number `first` on, as (operation, sizes), done up to `done`."""
     return wire.Collectives(
         begun=tuple(
@@ -44,14 +42,14 @@ def answer(*begun: tuple[Any, ...], first: int = 1, done: int = 0, **groups: Any
     )
 
 
-def stacks(num_ranks: int) -> list[RankStack]:
+def stacks(num_ranks):
     return [
         RankStack(rank=rank, operation="", own_line="Cell In[4], line 30", is_idle=False)
         for rank in range(num_ranks)
     ]
 
 
-def told(answers: dict[int, Any], num_ranks: int = 2) -> str:
+def told(answers, num_ranks=2):
     found = differences(answers, num_ranks)
     return text_of_difference(found[0], stacks(num_ranks), {CELL: "Cell In[4]"}) if found else ""
 
@@ -96,7 +94,7 @@ def test_the_first_number_at_which_two_ranks_differ(first, second, text):
 
 
 def test_only_the_ranks_of_a_group_are_waited_for():
-    of_group: Any = {"group": "5 nccl", "ranks": (0, 2)}
+    of_group = {"group": "5 nccl", "ranks": (0, 2)}
     answers = {0: answer((SUM, "[4]"), **of_group), 1: answer(), 2: answer()}
     found = differences(answers, 3)
     assert [one.ranks for one in found] == [(0, 2)]
@@ -109,7 +107,7 @@ def test_only_the_ranks_of_a_group_are_waited_for():
     assert found_now.behind == {}
 
 
-def placed(answers: dict[int, Any], num_ranks: int = 2) -> list[tuple[str, str]]:
+def placed(answers, num_ranks=2):
     waiting = waits(answers, differences(answers, num_ranks))
     labels = {CELL: "Cell In[4]"}
     found = [
@@ -138,7 +136,7 @@ def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told():
 
 
 def test_a_send_or_receive_waits_until_its_counterpart_is_begun():
-    def point(kind: str, peer: int) -> Any:
+    def point(kind, peer):
         (one,) = answer((f"{kind} rank {peer}", "[3]")).begun
         return wire.Collectives(begun=(msgspec.structs.replace(one, peer=peer),))
 
@@ -176,5 +174,5 @@ def test_a_watch_waits_for_the_collectives_of_all_ranks():
     )
 
 
-def msg(found: wire.Collectives) -> wire.Collectives:
+def msg(found):
     return wire.Collectives(rank=0, begun=found.begun)

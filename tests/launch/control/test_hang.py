@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.hang import HangWatch, RankStack, find_hang, read_stack
+from notebook_accel.launch.control.hang import HangWatch, find_hang, read_stack
 from notebook_accel.launch.control.stacks import frames_of_function
 from tests.notebook.states import after, running
 
@@ -70,7 +70,7 @@ WRITTEN = (SAVE[0], (f"{OURS}/checkpoint/saves.py", 150, "finish"), *SAVE[2:])
 SLEEP = ((CELL, 5, "train"),)
 
 
-def dump(frames: tuple[tuple[str, int, str], ...]) -> str:
+def dump(frames):
     lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
     caller = '  File "/src/notebook_accel/launch/worker/main.py", line 90 in _run'
     return (
@@ -78,7 +78,7 @@ def dump(frames: tuple[tuple[str, int, str], ...]) -> str:
     )
 
 
-def stack(rank: int, frames: Any, *, cpu: int | None = 0) -> RankStack:
+def stack(rank, frames, *, cpu=0):
     return read_stack(rank, dump(frames), LABELS, cpu=cpu)
 
 
@@ -113,7 +113,7 @@ def test_a_rank_without_an_answer_and_one_whose_stack_is_cut():
     assert len(frames_of_function(f"{deep}  ...\n")) == 100
 
 
-def find(*stacks: RankStack, ended: tuple[int, ...] = (), silent: float = 10.0) -> Any:
+def find(*stacks, ended=(), silent=10.0):
     return find_hang(stacks, ended=ended, silent=silent, since=1000.0)
 
 
@@ -171,7 +171,7 @@ def test_one_collective_of_all_may_take_its_time():
 def test_a_rank_that_is_suspended():
     resumes = "suspended, by SIGSTOP or a debugger: the debugger, or `kill -CONT 71`, lets it go on"
     held = {"silent": 10.0, "since": 1000.0, "suspended": {1: 71}}
-    hang: Any = find_hang([stack(0, ALL_REDUCE), stack(1, SLEEP)], ended=(), **held)
+    hang = find_hang([stack(0, ALL_REDUCE), stack(1, SLEEP)], ended=(), **held)
     assert hang.is_certain
     assert hang.text == (
         f"the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; rank 1 is {resumes}"
@@ -187,14 +187,14 @@ def test_a_rank_that_is_suspended():
 class Watched:
     """A watch over two ranks, with a clock that the test moves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.watch = HangWatch(LABELS)
         self.state = running(2)
         self.num_asked = 0
         self.frames: dict[int, Any] = {0: ALL_REDUCE, 1: SLEEP}
         self.now = 100.0
 
-    def go_on(self, seconds: float, **sample: Any) -> None:
+    def go_on(self, seconds, **sample):
         """Let time pass; ranks answer at once."""
         for _ in range(round(seconds / 0.2)):
             self.now += 0.2

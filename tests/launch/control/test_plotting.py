@@ -6,7 +6,7 @@ import pytest
 from notebook_accel.launch.control.curves import metric_curves, number_steps, plot_together
 
 
-def row(name: str, value: float, *, rank: int = 0, step: int | None = None) -> dict[str, object]:
+def row(name, value, *, rank=0, step=None):
     return {"time": 1.0, "rank": rank, "step": step, "name": name, "value": value}
 
 
@@ -30,7 +30,7 @@ def test_a_table_has_steps_and_datetimes():
     pandas = pytest.importorskip("pandas")
     from notebook_accel import Accelerator, notebook_launcher
 
-    def train() -> None:
+    def train():
         accelerator = Accelerator()
         for value in (3.0, 2.0):
             accelerator.log({"loss": value})
@@ -56,7 +56,7 @@ def test_runs_are_drawn_together_by_their_names():
     pytest.importorskip("matplotlib").use("agg")
     from notebook_accel import Accelerator, ConfigError, compare, notebook_launcher
 
-    def train(factor: float) -> None:
+    def train(factor):
         accelerator = Accelerator()
         for step in range(3):
             accelerator.log({"loss": factor * step, "lr": 0.1}, step=step)
@@ -78,18 +78,18 @@ def test_runs_are_drawn_together_by_their_names():
     with pytest.raises(ConfigError, match=r"names='loss': expected a list, such as names=\['loss"):
         compare(*runs, names="loss")
     with pytest.raises(ConfigError, match=r"compare\(\) got 3"):
-        compare(3)  # type: ignore[arg-type]
+        compare(3)
     with pytest.raises(ConfigError, match="got nothing"):
         compare()
     for wrong, session in (("", False), (7, False), ("a", True)):
         with pytest.raises(ConfigError, match="name="):
-            notebook_launcher(train, (1.0,), name=wrong, session=session)  # type: ignore[arg-type]
+            notebook_launcher(train, (1.0,), name=wrong, session=session)
 
 
 def test_runs_are_sorted_by_any_of_thousands_of_metrics():
     from notebook_accel import Accelerator, notebook_launcher, runs
 
-    def train() -> None:
+    def train():
         Accelerator().log({f"m{number}": number for number in range(2_001)})
 
     run = notebook_launcher(train, num_processes=1, view="none")
@@ -100,7 +100,7 @@ def test_the_curves_of_an_original_keep_none_of_its_results():
     from notebook_accel import Accelerator, notebook_launcher
     from notebook_accel.notebook.comparison import original_of
 
-    def train(rate: float) -> None:
+    def train(rate):
         Accelerator().log({"loss": rate})
 
     run = notebook_launcher(train, (0.5,), num_processes=1, view="none")

@@ -12,7 +12,7 @@ from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang import HangWatch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
-from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
+from tests.launch.control.played import SECONDS, PlayedAgent, played
 from tests.waiting import eventually
 
 
@@ -30,7 +30,7 @@ def two(tmp_path):
         yield run
 
 
-def begin_on_both(run: PlayedRun) -> None:
+def begin_on_both(run):
     """The call has come to both agents, and the port to the second."""
     first, second = run.agents
     assert isinstance(first.next(), wire.BeginCall)
@@ -59,7 +59,7 @@ def test_what_comes_late_for_an_old_call_is_dropped(one):
 
 
 def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(one, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
     (agent,) = one.agents
@@ -81,7 +81,7 @@ def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(one, monkeypatch
     (agent,) = one.agents
     call = one.begin_call()
 
-    def fails(*_: object, **__: object) -> None:
+    def fails(*_, **__):
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(HangWatch, "look", fails)
@@ -95,7 +95,7 @@ def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(one, monkeypatch
 
 
 def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one, monkeypatch):
-    def fails(*_: object, **_advised: object) -> list[str]:
+    def fails(*_, **_advised):
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(calls, "closing_advice", fails)
@@ -111,7 +111,7 @@ def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one, monkeypat
 
 
 def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(one, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(Results, "keep", refuse)
@@ -196,9 +196,9 @@ def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(on
 def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(one, monkeypatch):
     """As where the kernel itself was held up for long, between its turns to listen and to look."""
     (agent,) = one.agents
-    drawn: list[object] = []
+    drawn = []
 
-    def be_held_up(state: object) -> None:
+    def be_held_up(state):
         if not drawn:
             agent.link.channel.heard -= 1000.0
             agent.tell(wire.Alive, call=0)

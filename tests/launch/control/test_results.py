@@ -1,7 +1,6 @@
 """Results in files: read again by any process of the user, and refused where they are damaged."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from notebook_accel.launch.payload import pack, pack_result
 from tests.descriptors import open_descriptors
 
 
-def keep(folder: Path, value: object) -> StoredResults:
+def keep(folder, value):
     results = StoredResults(folder)
     packet, fds = pack(pack_result(value))
     results.keep(1, packet, list(fds))

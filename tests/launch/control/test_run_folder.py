@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -21,19 +20,19 @@ from tests.descriptors import open_descriptors
 KEPT = 50
 
 
-def ended(root: Path) -> Path:
+def ended(root):
     """A run that nobody holds any more."""
     folder = RunFolder.make(root)
     folder.remove_old()
     return folder.path
 
 
-def date_new_runs(monkeypatch: pytest.MonkeyPatch, date: str) -> None:
+def date_new_runs(monkeypatch, date):
     """Give all runs that are made from here on this date."""
     monkeypatch.setattr(f"{run_folder.__name__}.new_run_id", lambda: f"{date}-{uuid4().hex[:6]}")
 
 
-def names(root: Path) -> list[str]:
+def names(root):
     return sorted(entry.name for entry in root.iterdir() if not entry.name.startswith(".kernel-"))
 
 
@@ -62,9 +61,9 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(blocked_by, tmp_path, monk
     else:
         error = PermissionError(13, "Permission denied")
         if blocked_by == "a full disk":
-            error = OSError(28, "No space left on device")  # type: ignore[assignment]
+            error = OSError(28, "No space left on device")
 
-        def refuse(*_: object, **__: object) -> None:
+        def refuse(*_, **__):
             raise error
 
         monkeypatch.setattr("pathlib.Path.mkdir", refuse)

@@ -1,12 +1,11 @@
 """A run's state after each message: a new value, small, whatever comes."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import RunState, starting
+from notebook_accel.launch.control.run_state import starting
 from tests.notebook.states import after, logged
 
 
@@ -34,7 +33,7 @@ def test_the_last_value_of_each_metric(state):
 # ---- bars ----------------------------------------------------------------------------------
 
 
-def bar(number: int, n: float = 0, **fields: Any) -> wire.Bar:
+def bar(number, n=0, **fields):
     return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, **fields)
 
 
@@ -58,12 +57,12 @@ def test_the_bar_of_the_epochs_outlives_many_others(state):
 # ---- displays ------------------------------------------------------------------------------
 
 
-def displayed(html: str, display_id: str = "", *, replaces: bool = False) -> wire.Displayed:
+def displayed(html, display_id="", *, replaces=False):
     data = {"text/html": html}
     return wire.Displayed(rank=0, data=data, display_id=display_id, replaces=replaces)
 
 
-def shown(state: RunState) -> list[tuple[int, str]]:
+def shown(state):
     return [(one.number, one.data["text/html"]) for one in state.ranks[0].displays]
 
 
@@ -123,7 +122,7 @@ def test_a_notice_is_kept_once(state):
 # ---- ends ----------------------------------------------------------------------------------
 
 
-def raised(kind: str) -> wire.Raised:
+def raised(kind):
     return wire.Raised(rank=0, kind=kind, type_name="E", text="t", traceback="tb")
 
 

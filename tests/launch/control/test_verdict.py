@@ -1,22 +1,20 @@
 """Which rank is the cause of a failure, and what the error says of it and of the others."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 
 import pytest
 
 from notebook_accel import wire
 from notebook_accel.launch.control.pool import AgentEnd
-from notebook_accel.launch.control.run_state import Failure, RankState, RunState, apply, starting
-from notebook_accel.launch.control.verdict import Verdict, hint_lines, judge
+from notebook_accel.launch.control.run_state import RankState, apply, starting
+from notebook_accel.launch.control.verdict import hint_lines, judge
 
 LOGS = "/runs/r"
 
 
-def run(world_size: int, *messages: wire.Message, agents: Sequence[int] = ()) -> RunState:
+def run(world_size, *messages, agents=()):
     """The state after ``messages``; ``agents`` has the number of each rank's agent."""
     state = starting(run="r", name="train", world_size=world_size, started=0.0)
     ranks = (
@@ -28,34 +26,34 @@ def run(world_size: int, *messages: wire.Message, agents: Sequence[int] = ()) ->
     return state
 
 
-def returned(rank: int, **fields: Any) -> wire.Returned:
+def returned(rank, **fields):
     return wire.Returned(rank=rank, value=wire.Packet(), **fields)
 
 
-def raised(rank: int, text: str = "bad", at: float = 10.0, **fields: Any) -> wire.Raised:
+def raised(rank, text="bad", at=10.0, **fields):
     told = {"kind": "exception", "type_name": "ValueError", "traceback": f"Traceback of {rank}\n"}
     return wire.Raised(rank=rank, text=text, wall=at, monotonic=at - 5, **{**told, **fields})
 
 
-def lost_peer(rank: int, at: float = 10.0) -> wire.Raised:
+def lost_peer(rank, at=10.0):
     text = "Connection reset by peer"
     return raised(rank, text, at, kind="lost peer", type_name="RuntimeError")
 
 
-def died(rank: int, at: float = 10.0, **fields: Any) -> wire.RankEnded:
+def died(rank, at=10.0, **fields):
     return wire.RankEnded(rank=rank, wall=at, monotonic=at - 5, **fields)
 
 
-def ended_by_agent(*ranks: int) -> list[wire.Message]:
+def ended_by_agent(*ranks):
     return [died(rank, 99.0, signal=9, ended_by_agent=True) for rank in ranks]
 
 
-def verdict(state: RunState, **given: Any) -> Verdict:
+def verdict(state, **given):
     facts = {"is_stopped": False, "lost": (), "log_dir": LOGS}
     return judge(state, **{**facts, **given})
 
 
-def failure(state: RunState, **given: Any) -> Failure:
+def failure(state, **given):
     result = verdict(state, **given)
     assert result.status == "failed"
     assert result.failure is not None
@@ -92,7 +90,7 @@ def test_of_two_machines_the_one_that_the_kernel_heard_first_is_the_cause():
     """Their clocks differ by an hour; those of one machine are one."""
     here, there = raised(0, "here", at=3600.0), raised(2, "there", at=10.0)
 
-    def cause(*messages: wire.Message) -> int | None:
+    def cause(*messages):
         return failure(run(4, *messages, *ended_by_agent(1, 3), agents=(0, 0, 1, 1))).rank
 
     assert cause(here, there) == 0
@@ -224,7 +222,7 @@ def test_a_signal_is_named_with_its_likely_cause(signal, name, likely):
     assert (told.signal, told.exitcode, told.traceback) == (name, None, "")
 
 
-def failed_with(text: str) -> RankState:
+def failed_with(text):
     return RankState(rank=0, failure=raised(0, text))
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from notebook_accel import wire
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.control.pool import AgentLink
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.engines import RankPlan, local
 from notebook_accel.launch.engines.local import AgentEngine
@@ -30,19 +29,17 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(tmp
 def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(monkeypatch, tmp_path):
     agents = PlayedAgent(0), PlayedAgent(1)
 
-    def refused() -> None:
+    def refused():
         raise PermissionError("no")
 
     class OfTwo(AgentEngine):
-        def plan_ranks(self, request: LaunchRequest) -> RankPlan:
+        def plan_ranks(self, request):
             return RankPlan.of_sizes(1, 1)
 
-        def start_agents(
-            self, request: LaunchRequest, plan: RankPlan, *, run: str
-        ) -> list[AgentLink]:
+        def start_agents(self, request, plan, *, run):
             return [replace(agents[0].link, kill=refused), agents[1].link]
 
-    def fails(*_: object, **__: object) -> None:
+    def fails(*_, **__):
         raise ZeroDivisionError
 
     monkeypatch.setattr(local, "RankPool", fails)

@@ -7,8 +7,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ import torch
 
 from notebook_accel import RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.control.run_state import RunState
-from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
@@ -35,32 +32,30 @@ def _changes_nothing():
     assert {*below(os.getpid())} <= processes
 
 
-def _surroundings() -> tuple[object, ...]:
+def _surroundings():
     return {**os.environ, "PYTEST_CURRENT_TEST": ""}, os.getcwd()
 
 
 class Recorded(View):
     """Notes what it was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[str] = []
 
-    def launch_failed(self) -> None:
+    def launch_failed(self):
         self.calls.append("launch_failed")
 
-    def open(self, run: Run) -> None:
+    def open(self, run):
         self.calls.append("open")
 
-    def close(self, state: RunState) -> None:
+    def close(self, state):
         self.calls.append(f"close {state.status}")
 
-    def print_end(self) -> None:
+    def print_end(self):
         self.calls.append("settle")
 
 
-def inline(
-    function: Callable[..., Any], *args: Any, view: View | None = None, **options: Any
-) -> Run:
+def inline(function, *args, view=None, **options):
     settings = options.pop("settings", {})
     config = LaunchConfig(engine="inline", **settings)
     return launch(function, args, config=config, view=view or View(), **options)
@@ -70,9 +65,9 @@ def inline(
 
 
 def test_it_returns_what_the_function_returned_and_not_a_copy():
-    model: list[int] = []
+    model = []
 
-    def train(number: int, *, more: int) -> list[int]:
+    def train(number, *, more):
         model.append(number + more)
         return model
 
@@ -95,10 +90,10 @@ def test_what_cannot_travel_needs_not_to():
 
 
 def test_the_seed_is_that_of_the_function():
-    def draw() -> tuple[float, float, float]:
+    def draw():
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
-    def seed(number: int) -> None:
+    def seed(number):
         random.seed(number)
         np.random.seed(number)
         torch.manual_seed(number)
@@ -115,7 +110,7 @@ def test_the_seed_is_that_of_the_function():
 
 
 def test_its_stack_is_that_of_the_cell():
-    def look() -> str:
+    def look():
         return runs()[-1].stacks(-1)
 
     run = inline(look)
@@ -127,7 +122,7 @@ def test_its_stack_is_that_of_the_cell():
         run.stacks(1)
 
 
-def one() -> int:
+def one():
     return 1
 
 
@@ -153,7 +148,7 @@ def test_sys_exit_zero_is_success():
 def test_an_exception_is_the_cause_itself():
     error = KeyError("missing")
 
-    def train() -> None:
+    def train():
         raise error
 
     with pytest.raises(WorkerError) as caught:
@@ -174,7 +169,7 @@ def test_an_exception_is_the_cause_itself():
 
 
 def test_without_blocking_the_error_waits_for_who_asks():
-    def train() -> None:
+    def train():
         raise ValueError("later")
 
     run = inline(train, block=False)
@@ -197,7 +192,7 @@ def test_an_exit_is_a_failure(code, exitcode):
 
 
 def test_what_is_no_exception_is_a_failure_as_well():
-    def train() -> None:
+    def train():
         raise asyncio.CancelledError
 
     view = Recorded()
@@ -210,10 +205,10 @@ def test_what_is_no_exception_is_a_failure_as_well():
 
 def test_an_exception_whose_text_cannot_be_made():
     class Odd(Exception):
-        def __str__(self) -> str:
+        def __str__(self):
             raise ZeroDivisionError
 
-    def train() -> None:
+    def train():
         raise Odd
 
     with pytest.raises(WorkerError, match="Odd"):
@@ -221,13 +216,13 @@ def test_an_exception_whose_text_cannot_be_made():
 
 
 def test_an_interrupt_stays_one():
-    def train() -> None:
+    def train():
         raise KeyboardInterrupt
 
     view = Recorded()
     with pytest.raises(KeyboardInterrupt) as caught:
         inline(train, view=view)
-    run: Run = caught.value.run  # type: ignore[attr-defined]
+    run = caught.value.run
     assert run.status == "stopped"
     assert run is runs()[-1]
     assert run.results == [None]
@@ -238,7 +233,7 @@ def test_an_interrupt_stays_one():
 
 def test_an_interrupt_before_the_call_stops_the_run():
     class Interrupting(Recorded):
-        def open(self, run: Run) -> None:
+        def open(self, run):
             super().open(run)
             signal.raise_signal(signal.SIGINT)
 
@@ -267,7 +262,7 @@ def test_the_environment_is_that_of_a_rank_for_the_time_of_the_call(monkeypatch)
         "MINE",
     )
 
-    def train() -> dict[str, str | None]:
+    def train():
         os.environ["LEFT_BEHIND"] = "1"
         return {name: os.environ.get(name) for name in names}
 
@@ -287,7 +282,7 @@ def test_the_environment_is_that_of_a_rank_for_the_time_of_the_call(monkeypatch)
 
 
 def test_the_environment_comes_back_after_an_error():
-    def train() -> None:
+    def train():
         os.environ.clear()
         raise ValueError
 
@@ -296,7 +291,7 @@ def test_the_environment_comes_back_after_an_error():
 
 
 def test_arguments_that_the_engine_does_not_use_are_named_in_one_line():
-    given: dict[str, Any] = {"timeout": 5.0, "grace": 3.0, "rdzv_id": "x", "master_addr": "1.2.3.4"}
+    given = {"timeout": 5.0, "grace": 3.0, "rdzv_id": "x", "master_addr": "1.2.3.4"}
     run = notebook_launcher(lambda: 1, engine="inline", view="none", block=False, **given)
     (line,) = run.state.notices
     assert all(name in line for name in (*given, "block", "engine='inline'"))

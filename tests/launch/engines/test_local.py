@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -30,14 +28,14 @@ SECONDS = 60.0
 class Slow(View):
     """Keeps the names of what is slow to launch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.names: list[str] = []
 
-    def launch_is_slow(self, name: str, importing: str = "") -> None:
+    def launch_is_slow(self, name, importing=""):
         self.names.append(importing or name)
 
 
-def request(view: View | None = None, **settings: Any) -> LaunchRequest:
+def request(view=None, **settings):
     return LaunchRequest(
         name="train",
         config=LaunchConfig(**settings),
@@ -51,15 +49,15 @@ def _devices(monkeypatch):
     """Let the machine have so many accelerators, of which it says more by other fields."""
 
     class Counted:
-        def __init__(self, number: int, more: dict[str, Any]) -> None:
+        def __init__(self, number, more):
             self._number = number
             self._more = more
 
-        def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
+        def count_devices(self, environment):
             kind = "cuda" if self._number else "cpu"
             return wire.Devices(kind=kind, names=("accelerator",) * self._number, **self._more)
 
-    def have(number: int, **more: Any) -> None:
+    def have(number, **more):
         counted = Counted(number, more)
         monkeypatch.setattr(local, "ask_template", lambda _, question: question(counted))
 
@@ -131,14 +129,14 @@ def test_more_than_there_are(available, settings, message, devices):
 
 def test_a_wait_for_the_template_is_shown(monkeypatch):
     class Source:
-        def __init__(self, *, is_ready: bool) -> None:
+        def __init__(self, *, is_ready):
             self.is_ready = is_ready
             self.importing = iter([""])
 
-        def wait_until_ready(self) -> None:
+        def wait_until_ready(self):
             self.is_ready = True
 
-        def imports(self) -> wire.Imports:
+        def imports(self):
             return wire.Imports(importing=next(self.importing))
 
     for is_ready, expected in ((False, ["train", "timm"]), (True, ["timm"])):
@@ -153,7 +151,7 @@ def test_a_wait_for_the_template_is_shown(monkeypatch):
 
 
 def test_the_number_of_an_agent_that_has_ended_may_be_another_s():
-    ended: Any = SimpleNamespace(exit_of=lambda pid, timeout: wire.AgentExited(pid=pid, exitcode=0))
+    ended = SimpleNamespace(exit_of=lambda pid, timeout: wire.AgentExited(pid=pid, exitcode=0))
     with subprocess.Popen(["sleep", "600"]) as other:
         try:
             local._end(ended, other.pid, uuid4().hex)
@@ -163,7 +161,7 @@ def test_the_number_of_an_agent_that_has_ended_may_be_another_s():
 
 
 def test_what_began_in_the_session_of_an_agent_is_ended_also_where_that_dies_late(monkeypatch):
-    lives: Any = SimpleNamespace(exit_of=lambda pid, timeout: None)
+    lives = SimpleNamespace(exit_of=lambda pid, timeout: None)
     with subprocess.Popen(
         ["sh", "-c", "sleep 600 & echo $!; exec sleep 600"],
         stdout=subprocess.PIPE,

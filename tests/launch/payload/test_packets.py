@@ -19,7 +19,7 @@ def _leaves_no_descriptor():
     assert not open_descriptors() - before
 
 
-def carried(packet: wire.Packet) -> wire.Packet:
+def carried(packet):
     """The packet after a journey in a message."""
     message = decode(encode(wire.Returned(value=packet)))
     assert isinstance(message, wire.Returned)

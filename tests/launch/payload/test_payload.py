@@ -6,7 +6,6 @@ import pickle
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -517,7 +516,7 @@ def test_a_big_tensor_is_never_copied_into_the_pickle(notebook, monkeypatch):
             big[::1000] += 1
             return int(big.sum()), big[:5].clone(), text
     """)
-    seen: list[payload.Packed] = []
+    seen = []
     with monkeypatch.context() as patch:
         patch.setattr(payload, "pack", lambda packed: (seen.append(packed), pack(packed))[1])
         notebook.pack("train")
@@ -736,7 +735,7 @@ def test_training_arguments_have_the_device_of_the_rank(
     expected = {**asked, "_setup_devices": torch.device(device), "_n_gpu": num_gpus}
     assert vars(arguments) == expected
     timeout = timedelta(seconds=77)
-    other: dict[str, Any] = {"cpu": True} if on_cpu else {"timeout": timeout}
+    other = {"cpu": True} if on_cpu else {"timeout": timeout}
     assert later.settings == {"backend": "gloo", **other}
 
 
@@ -820,7 +819,7 @@ def test_exceptions_come_back_as_the_notebooks_own(notebook):
             raise error
     """)
 
-    def raised(kind: str) -> Any:
+    def raised(kind):
         with pytest.raises(WorkerError) as caught:
             notebook.launch("train", kind)
         return caught.value.__cause__
@@ -871,21 +870,21 @@ def test_a_result_that_is_a_small_part_of_a_tensor_comes_without_the_rest():
 
 
 def test_whether_a_function_has_something_to_train_is_known():
-    def imports() -> None:
+    def imports():
         import torch.nn  # noqa: F401
 
-    def imports_from() -> type:
+    def imports_from():
         from torch.utils.data import Dataset
 
         return Dataset
 
-    def uses_global() -> int:
+    def uses_global():
         return torch.get_num_threads()
 
-    def nothing(*given: Any) -> int:
+    def nothing(*given):
         return len(given)
 
-    def uses_math() -> float:
+    def uses_math():
         return math.pi
 
     trains = [(imports, ()), (imports_from, ()), (uses_global, ()), (uses_torch_by_name, ())]
@@ -896,5 +895,5 @@ def test_whether_a_function_has_something_to_train_is_known():
         assert found == [is_known] * len(calls)
 
 
-def uses_torch_by_name() -> int:
+def uses_torch_by_name():
     return torch.get_num_threads()

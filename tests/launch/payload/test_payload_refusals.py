@@ -4,7 +4,6 @@ import re
 import sys
 import threading
 import types
-from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
@@ -13,10 +12,9 @@ from notebook_accel import Accelerator
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
 from notebook_accel.launch.payload.pickling import STAYS_HOME
-from tests.launch.payload.notebooks import Notebook
 
 
-def refusal(notebook: Notebook, function: str, *args: Any, **kwargs: Any) -> str:
+def refusal(notebook, function, *args, **kwargs):
     with pytest.raises(LaunchError) as caught:
         notebook.pack(function, *args, **kwargs)
     return str(caught.value)
@@ -111,7 +109,7 @@ def test_what_would_be_wrong_is_refused_by_its_class(notebook):
     assert notebook.pack("makes")
 
 
-def _bare(path: str) -> Any:
+def _bare(path):
     """An instance of a class that would do much if it were made properly."""
     module, _, name = path.rpartition(".")
     __import__(module)

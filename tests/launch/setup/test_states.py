@@ -4,12 +4,10 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -98,8 +96,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    found: dict[str, Any] = json.loads(run_script(NOTEBOOK).splitlines()[-1])
-    return found
+    return json.loads(run_script(NOTEBOOK).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +146,7 @@ class OwnHandler(logging.Handler):
 OWN, CELL = partial(OwnHandler, logging.INFO), "of a cell"
 
 
-def lines_of_rank(
-    make: Callable[[], logging.Handler], level: int, propagates: bool, has_filter: bool
-) -> str:
+def lines_of_rank(make, level, propagates, has_filter):
     """What a rank writes once a cell has set up such a handler, and one of the root logger."""
     from notebook_accel.launch.setup.states import apply, capture
 
@@ -173,7 +168,7 @@ def lines_of_rank(
     return sys.stderr.getvalue()
 
 
-def on_stderr(format_: str, **of_formatter: Any) -> logging.Handler:
+def on_stderr(format_, **of_formatter):
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(format_, **of_formatter))
     return handler
@@ -214,7 +209,7 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch):
     """Once it has answered, the function cannot choose devices by CUDA_VISIBLE_DEVICES."""
     from notebook_accel.launch.setup.states import apply_generators, generators
 
-    seeded: list[int] = []
+    seeded = []
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.delattr(torch.accelerator, "is_available")
     monkeypatch.delattr(torch.cuda, "is_available")

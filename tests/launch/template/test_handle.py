@@ -6,7 +6,6 @@ import resource
 import socket
 import subprocess
 from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 
@@ -27,7 +26,7 @@ def test_devices_that_cannot_be_counted_are_not_taken_for_none():
 
 
 def test_what_the_system_refuses_the_process_is_named(monkeypatch):
-    def refuse(*_args: object, **_options: object) -> NoReturn:
+    def refuse(*_args, **_options):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from textwrap import dedent
 
 import psutil
@@ -22,19 +21,19 @@ from tests.waiting import eventually
 class Libraries:
     """A folder of libraries, and a template that imports them."""
 
-    def __init__(self, folder: Path, source: Template) -> None:
+    def __init__(self, folder, source):
         self.folder = folder
         self.source = source
         self.log = folder.parent / "log"
 
-    def write(self, name: str, code: str = "") -> Path:
+    def write(self, name, code=""):
         """Make a library whose import writes its name into the log."""
         path = self.folder / f"{name}.py"
         noting = f"print({name!r}, file=open({str(self.log)!r}, 'a'), flush=True)\n"
         path.write_text(noting + dedent(code))
         return path
 
-    def want(self, *names: str, folders: tuple[str, ...] = (), **environment: str) -> None:
+    def want(self, *names, folders=(), **environment):
         message = wire.Import(
             items=tuple(map(wire.ImportItem, names)),
             environment={**os.environ, **environment},
@@ -42,12 +41,12 @@ class Libraries:
         )
         self.source.import_soon(message)
 
-    def imported(self) -> wire.Imports:
+    def imported(self):
         """Wait until all is imported."""
         eventually(lambda: not self.source.imports().importing, within=SECONDS, what="it imports")
         return self.source.imports()
 
-    def times(self, name: str) -> int:
+    def times(self, name):
         """How often it was imported."""
         return self.log.read_text().split().count(name) if self.log.exists() else 0
 
@@ -194,7 +193,7 @@ time.sleep(99)
     eventually(lambda: gone(below), within=SECONDS, what="all processes are gone")
 
 
-def _template_with(setting: str, monkeypatch: pytest.MonkeyPatch) -> Template:
+def _template_with(setting, monkeypatch):
     before = f"from notebook_accel.launch.template import process; process.{setting}; "
     monkeypatch.setattr(handle, "_BOOT", handle._BOOT)
     import_little()

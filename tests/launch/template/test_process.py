@@ -29,7 +29,7 @@ def _source():
     return source
 
 
-def num_descriptors(source: Template) -> int:
+def num_descriptors(source):
     return psutil.Process(source.pid).num_fds()
 
 
@@ -89,7 +89,7 @@ def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(monkeypatch)
 
 @pytest.mark.parametrize("refused", ["fork", "pidfd_open"])
 def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(refused, monkeypatch):
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise OSError(errno.EAGAIN, "no more of them")
 
     ours, theirs = socket.socketpair()
@@ -97,9 +97,7 @@ def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(refused, monkey
     kernel, server = Channel(ours), process.Server(Channel(theirs), kernel=watched)
     serving = threading.Thread(target=server.run)
     # What is asked, with its descriptors, and the type of the answer.
-    asked: list[tuple[wire.Message, list[int], type[wire.Forked | wire.Devices]]] = [
-        (wire.ForkAgent(run="r"), [0], wire.Forked)
-    ]
+    asked = [(wire.ForkAgent(run="r"), [0], wire.Forked)]
     if refused != "pidfd_open":  # that one is for agents alone
         asked.append((wire.CountDevices(run="r", environment={}), [], wire.Devices))
     serving.start()

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ def ready():
     eventually(lambda: gone([source.pid]), within=SOON, what="the old template is gone")
 
 
-def a_launch() -> list[Any]:
+def a_launch():
     return on_cpu(lambda: 1).results
 
 
@@ -64,9 +63,9 @@ def test_a_template_whose_answer_is_lost_is_replaced(ready, monkeypatch):
 @pytest.mark.timeout(4 * SOON)
 def test_launches_of_two_threads_with_other_variables(monkeypatch):
     """Each needs a template of its own: neither closes the one that the other waits for."""
-    results: dict[int, Any] = {}
+    results = {}
 
-    def launch_one(number: int) -> None:
+    def launch_one(number):
         try:
             environment = {"OMP_OF_A_TEST": f"test-{number}"}
             run = on_cpu(lambda: os.environ["OMP_OF_A_TEST"], n=1, env=environment)

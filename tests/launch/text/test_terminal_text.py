@@ -71,7 +71,7 @@ def test_what_is_left_of_a_line(line, shown):
     assert as_shown(line) == shown
 
 
-def fold(pieces: list[str], limit: int = 100) -> Tail:
+def fold(pieces, limit=100):
     tail = Tail()
     for piece in pieces:
         tail = append_output(tail, piece, limit=limit)

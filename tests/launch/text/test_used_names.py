@@ -4,7 +4,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from notebook_accel.launch.text.used_names import names_of
 
 
-def used(text: str) -> set[str]:
+def used(text):
     """What a cell uses, print aside."""
     return set(names_of(TransformerManager().transform_cell(text)).used) - {"print", "get_ipython"}
 

@@ -7,9 +7,6 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -49,11 +46,11 @@ def raw():
 
 
 @contextlib.contextmanager
-def beside(act: Callable[[], Any]) -> Iterator[list[Any]]:
+def beside(act):
     """``act`` in a thread; the list holds what it gave or raised, once the block has ended."""
-    outcome: list[Any] = []
+    outcome = []
 
-    def run() -> None:
+    def run():
         try:
             outcome.append(act())
         except Exception as error:
@@ -66,16 +63,16 @@ def beside(act: Callable[[], Any]) -> Iterator[list[Any]]:
     assert not thread.is_alive(), "the other end hangs"
 
 
-def text_of(message: wire.Message) -> str:
+def text_of(message):
     assert isinstance(message, wire.Notice)
     return message.text
 
 
-def frame(body: bytes, num_fds: int = 0) -> bytes:
+def frame(body, num_fds=0):
     return struct.pack("!IB", len(body), num_fds) + body
 
 
-def notice(text: str) -> bytes:
+def notice(text):
     return frame(encode(wire.Notice(text=text)))
 
 
@@ -101,11 +98,11 @@ def test_a_write_that_is_broken_off_anywhere_goes_on_where_it_stopped(pair, tmp_
     assert instant > 50
 
 
-def _raises_at(instant: int, act: Callable[[], Any]) -> bool:
+def _raises_at(instant, act):
     """Call ``act`` and break it off before that step of the channel's code; False past its end."""
     num_steps = 0
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
+    def trace(frame, event, _):
         nonlocal num_steps
         if frame.f_code.co_filename != channels.__file__:
             return None
@@ -131,7 +128,7 @@ def _raises_at(instant: int, act: Callable[[], Any]) -> bool:
 def test_frames_split_at_any_byte(raw):
     peer, channel = raw
     data = notice("first") + notice("second") + notice("")
-    whole: list[str] = []
+    whole = []
     for cut in range(1, len(data)):
         texts = []
         for part in (data[:cut], data[cut:]):
@@ -159,7 +156,7 @@ def test_posting_never_blocks_and_flushing_takes_what_fits(pair):
         one.post(wire.Notice(text=f"{number}{BIG}"))
     one.flush(block=False)
     assert one.num_pending == 4
-    arrived: list[str] = []
+    arrived = []
     deadline = time.monotonic() + SOON
     while len(arrived) < 4 and time.monotonic() < deadline:
         arrived += [text_of(message)[0] for message, _ in other.drain()]
@@ -253,7 +250,7 @@ def test_garbage_ends_the_channel_after_what_came_before(raw, garbage):
         channel.close()
 
 
-def drain_for_ever(channel: Channel) -> None:
+def drain_for_ever(channel):
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         assert channel.drain() == []

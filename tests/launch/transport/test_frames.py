@@ -35,9 +35,9 @@ def pair():
 Got = list[tuple[wire.Message, list[int]]]
 
 
-def pump(one: FramedChannel, other: FramedChannel, until: int) -> Got:
+def pump(one, other, until):
     """What ``other`` gives out, until that are ``until`` messages and all is written."""
-    got: Got = []
+    got = []
     deadline = time.monotonic() + SOON
     while len(got) < until or not (one.is_idle and other.is_idle):
         assert time.monotonic() < deadline, f"{len(got)} messages came"
@@ -47,24 +47,24 @@ def pump(one: FramedChannel, other: FramedChannel, until: int) -> Got:
     return got
 
 
-def returned(rank: int, *contents: bytes) -> tuple[wire.Returned, tuple[int, ...]]:
+def returned(rank, *contents):
     packet, fds = pack(Packed(tuple(map(memoryview, contents))))
     return wire.Returned(rank=rank, value=packet), fds
 
 
-def post(channel: FramedChannel, rank: int, content: bytes) -> None:
+def post(channel, rank, content):
     message, fds = returned(rank, content)
     channel.post(message, fds)
     for fd in fds:
         os.close(fd)
 
 
-def value(message: wire.Message, fds: list[int]) -> bytes:
+def value(message, fds):
     assert isinstance(message, wire.Returned)
     return bytes(unpack(message.value, fds).buffers[0])
 
 
-def text(message: wire.Message) -> str:
+def text(message):
     assert isinstance(message, wire.Notice)
     return message.text
 
@@ -76,8 +76,8 @@ def test_both_ways_at_once(pair):
     one, other = pair
     post(one, 0, BIG)
     post(other, 1, BIG[::-1])
-    here: Got = []
-    there: Got = []
+    here = []
+    there = []
     deadline = time.monotonic() + SOON
     while len(here) + len(there) < 2:
         assert time.monotonic() < deadline

@@ -3,7 +3,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.view import plain
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.system import limits
@@ -13,27 +12,27 @@ from tests.notebook.states import after, logged, running, succeeded
 class Shown:
     """A view with a run whose state the test sets, and what it printed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.stream = io.StringIO()
         self.run: Any = SimpleNamespace(state=running(2), log_dir="/runs/1", metrics=[])
         self.view = PlainView(self.stream)
         self.view.open(self.run)
 
-    def poll(self, state: RunState) -> list[str]:
+    def poll(self, state):
         """What a look at the state adds."""
         self.run.state = state
         before = len(self.stream.getvalue())
         self.view.poll()
         return self.stream.getvalue()[before:].splitlines()
 
-    def print_end(self, state: RunState) -> list[str]:
+    def print_end(self, state):
         self.run.state = state
         before = len(self.stream.getvalue())
         self.view.print_end()
         return self.stream.getvalue()[before:].splitlines()
 
 
-def output(rank: int, text: str, skipped: int = 0) -> wire.Output:
+def output(rank, text, skipped=0):
     return wire.Output(rank=rank, text=text, skipped=skipped)
 
 
@@ -144,7 +143,7 @@ def test_of_what_a_rank_displayed_its_text_is_printed():
 
 def test_it_prints_where_standard_output_goes_now(capsys):
     view = PlainView()
-    run: Any = SimpleNamespace(state=after(running(1), output(0, "a\n")), log_dir="")
+    run = SimpleNamespace(state=after(running(1), output(0, "a\n")), log_dir="")
     view.open(run)
     view.poll()
     assert capsys.readouterr().out == "[rank 0] a\n"

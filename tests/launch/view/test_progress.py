@@ -20,16 +20,7 @@ from notebook_accel.launch.view.summary import (
 from tests.notebook.states import after, running, succeeded, with_failed
 
 
-def bar(
-    number: int,
-    name: str,
-    n: float,
-    total: float | None,
-    *,
-    closed: bool = False,
-    depth: int = 0,
-    rate: float | None = 10.0,
-) -> BarState:
+def bar(number, name, n, total, *, closed=False, depth=0, rate=10.0):
     return BarState(
         rank=0,
         bar=number,
@@ -60,7 +51,7 @@ def test_a_bar_counts_open_or_closed():
         assert (line.count, round(line.fraction or 0.0, 9), line.remaining) == (count, 0.0, "")
 
 
-def nested(*, epoch_rate: float | None) -> RankState:
+def nested(*, epoch_rate):
     """The second of three epochs, with its bar for training over and the one for evaluation on."""
     return RankState(
         rank=0,
@@ -90,10 +81,10 @@ def test_a_bar_that_was_closed_stays_until_the_next_of_its_depth():
 
 
 def test_a_rank_that_trains_after_its_bars_shows_its_steps():
-    def at(number: int, n: float, *, closed: bool = False) -> wire.Bar:
+    def at(number, n, *, closed=False):
         return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, total=9, closed=closed)
 
-    def trained(num: int) -> wire.Sample:
+    def trained(num):
         return wire.Sample(rank=0, usage=wire.Usage(batches=num, steps=num))
 
     # Scripts of Transformers map a data set and load weights; then only rank 0 draws a bar.
@@ -107,7 +98,7 @@ def test_a_rank_that_trains_after_its_bars_shows_its_steps():
 
 
 def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_advances():
-    def at(number: int, n: float, *, closed: bool = False) -> wire.Bar:
+    def at(number, n, *, closed=False):
         return wire.Bar(rank=0, bar=number, name=f"Epoch {number}", n=n, total=3, closed=closed)
 
     # `bar = tqdm(total=3)` in each epoch: the old one is dropped after the new is made.
@@ -120,7 +111,7 @@ def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_adva
 
 
 def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came():
-    def at(number: int, name: str, n: float, *, closed: bool = False) -> wire.Bar:
+    def at(number, name, n, *, closed=False):
         return wire.Bar(rank=0, bar=number, name=name, n=n, total=2, closed=closed)
 
     state = after(running(1), at(1, "epochs", 0), at(2, "train", 0), at(2, "train", 1))

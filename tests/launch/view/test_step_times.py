@@ -1,25 +1,24 @@
 """The table of steps, and the sentences on what slows them down."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import RunState, starting
+from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.view.step_times import step_lines, step_table
 
 # Milliseconds of a step of 100 ms.
 PLAIN = {"data": 5, "forward": 30, "backward": 50, "optimizer": 10, "rest": 5, "collectives": 0}
 
 
-def times(**parts: int) -> wire.StepTimes:
+def times(**parts):
     own = {**PLAIN, "data_wait": parts.get("data", 5), **parts}
     sums = {name: 10 * value * 1_000_000 for name, value in own.items()}
     return wire.StepTimes(num_steps=10, total=10 * 100 * 1_000_000, **sums)
 
 
-def state(*ranks: wire.StepTimes, **fields: Any) -> RunState:
+def state(*ranks, **fields):
     begun = starting(run="id", name="train", world_size=len(ranks), started=0.0)
     own = [
         replace(rank, step_times=given, **fields)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ json.dump({"bars": list(last.values()), "told": len(told), **facts}, sys.__stdou
 """
 
 
-def play(scene: str) -> dict[str, Any]:
+def play(scene):
     """What the bars of a scene told, in the order in which they were opened."""
     done = subprocess.run(
         # Python 3.12 warns of a fork beside threads.
@@ -45,7 +44,7 @@ def play(scene: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = json.loads(done.stdout)
     return {**found, "stderr": done.stderr}
 
 

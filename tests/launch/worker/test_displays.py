@@ -10,16 +10,16 @@ from notebook_accel.launch.worker.displays import mime_bundle
 
 
 class Rich:
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "rich"
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self):
         return "<b>rich</b>"
 
-    def _repr_png_(self) -> bytes:
+    def _repr_png_(self):
         return b"png"
 
-    def _repr_svg_(self) -> str:
+    def _repr_svg_(self):
         raise ValueError("not today")
 
 
@@ -35,14 +35,14 @@ def test_a_value_becomes_data_by_its_own_methods():
 
 def test_what_a_repr_raises_is_printed(capsys):
     class Broken:
-        def __repr__(self) -> str:
+        def __repr__(self):
             raise ValueError("not set up")
 
     assert mime_bundle(Broken()) == {}
     assert "ValueError: not set up" in capsys.readouterr().err
 
 
-def draw_live() -> None:
+def draw_live():
     from IPython.display import HTML, clear_output, update_display
     from IPython.display import display as of_ipython
 
@@ -64,7 +64,7 @@ def test_clear_output_clears_what_a_rank_displayed():
     assert run.logs(0) == "start\n"
 
 
-def draw() -> list[str]:
+def draw():
     import matplotlib.pyplot as plt
     from IPython.display import HTML, Markdown, update_display
 
@@ -74,12 +74,12 @@ def draw() -> list[str]:
 
     of_ipython(HTML("<i>html</i>"), Markdown("**md**"))
     of_ipython(3)
-    display("plain")  # type: ignore[name-defined] # noqa: F821
+    display("plain")  # noqa: F821
     of_ipython(HTML("x" * 3_000_000))
     of_ipython({"image/png": b"png", "application/json": {"a": 1}, "text/plain": "x"}, raw=True)
     handle = of_ipython(HTML("<i>first</i>"), display_id=True)
     # A place that is filled later, and text, which is not printed where it may be replaced.
-    place = display(display_id="place")  # type: ignore[name-defined] # noqa: F821
+    place = display(display_id="place")  # noqa: F821
     of_ipython("step 1", display_id="text")
     update_display("step 2", display_id="text")
     place.update(HTML("<i>filled</i>"))
@@ -110,7 +110,7 @@ def test_figures_and_rich_values_are_sent_and_text_is_printed():
     assert "not shown: 3.0 MB, the limit is 2 MB" in log
 
 
-def flood() -> None:
+def flood():
     from IPython.display import HTML, display
 
     for number in range(100):
@@ -123,7 +123,7 @@ def test_of_a_flood_the_first_ones_are_sent():
     assert "this rank displays too much" in run.logs(0)
 
 
-def display_in_a_child() -> None:
+def display_in_a_child():
     from IPython.display import HTML, display, update_display
 
     display(HTML("<i>of the rank</i>"), display_id="x")

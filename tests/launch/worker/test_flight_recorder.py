@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import wire
 from notebook_accel.launch.worker import flight_recorder
 from notebook_accel.private import of_torch
 
@@ -15,21 +14,21 @@ class Recorder:
     Its parts are never said to be done. What ends it is no send or receive by torch's count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.entries: list[dict[str, Any]] = []
         self.number = 0
 
-    def collective(self, name: str, *, retired: bool = True) -> None:
+    def collective(self, name, *, retired=True):
         self.number += 1
         self._add(f"nccl:{name}", retired=retired)
 
-    def point(self, name: str, *, retired: bool = False) -> None:
+    def point(self, name, *, retired=False):
         self._add(f"nccl:{name}", is_p2p=True, retired=retired)
 
-    def end_batch(self, *, retired: bool) -> None:
+    def end_batch(self, *, retired):
         self._add("nccl:coalesced", sizes=[], retired=retired)
 
-    def _add(self, name: str, **more: Any) -> None:
+    def _add(self, name, **more):
         self.entries.append(
             {
                 "collective_seq_id": self.number,
@@ -53,7 +52,7 @@ def recorder(monkeypatch):
     return made
 
 
-def told() -> list[wire.Collective]:
+def told():
     return [*flight_recorder.newest(since=0, notice=pytest.fail)]
 
 

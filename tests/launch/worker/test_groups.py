@@ -4,7 +4,6 @@ import os
 import resource
 import threading
 import time
-from typing import Any
 
 from torch import distributed
 
@@ -12,17 +11,17 @@ from notebook_accel.launch.worker import groups
 from tests.launch.worker.test_torch_fixes import in_a_process
 
 
-def make_group(backend: str) -> None:
+def make_group(backend):
     """A group of gloo of which torch says that it is of ``backend``."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    world: Any = distributed.distributed_c10d._world
+    world = distributed.distributed_c10d._world
     world.pg_backend_config[distributed.group.WORLD] = backend
 
 
 def test_groups_of_nccl_are_aborted_and_those_of_gloo_are_not():
     """Torch's own abort, which forgets the groups; what it does to NCCL takes two GPUs to see."""
 
-    def act() -> bool:
+    def act():
         make_group("cpu:gloo")
         groups.disconnect()
         is_left = distributed.is_initialized()
@@ -36,15 +35,15 @@ def test_groups_of_nccl_are_aborted_and_those_of_gloo_are_not():
 
 def test_an_abort_that_waits_for_other_ranks_is_left_to_go_on():
     """It is not begun twice, nor is the group destroyed under it; the next call waits again."""
-    begun: list[int] = []
+    begun = []
     others = threading.Event()
 
-    def abort() -> None:
+    def abort():
         begun.append(1)
         others.wait(30)
         distributed.destroy_process_group()
 
-    def act() -> bool:
+    def act():
         make_group("cpu:gloo,cuda:nccl")
         groups._ABORT_SECONDS = 0.05
         vars(distributed.distributed_c10d)["_abort_process_group"] = abort
@@ -62,7 +61,7 @@ def test_an_abort_that_waits_for_other_ranks_is_left_to_go_on():
 def test_a_group_of_nccl_that_is_not_through_keeps_no_rank():
     """A rank has queued what no other has: destroying the group would take for ever."""
 
-    def act() -> bool:
+    def act():
         make_group("cpu:gloo,cuda:nccl")
         vars(distributed)["destroy_process_group"] = lambda: time.sleep(60)
         began = time.monotonic()

@@ -6,7 +6,6 @@ import resource
 import signal
 import socket
 import threading
-from typing import Any
 
 import pytest
 
@@ -31,9 +30,9 @@ def _signals():
 def test_a_signal_handler_that_reports_during_a_report():
     ours, theirs = socket.socketpair()
     sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
-    heard: list[float] = []
+    heard = []
 
-    def read() -> None:
+    def read():
         while True:
             message = reader.receive()[0]
             if not isinstance(message, wire.Metric):
@@ -44,7 +43,7 @@ def test_a_signal_handler_that_reports_during_a_report():
     thread.start()
     num_signals = 0
 
-    def report(*_: Any) -> None:
+    def report(*_):
         nonlocal num_signals
         num_signals += 1
         sender.send(wire.Metric(values={"handler": -float(num_signals)}))
@@ -72,9 +71,9 @@ def test_a_signal_handler_that_raises_during_a_report():
     # Frames are larger than what the socket takes at once.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
-    heard: list[int] = []
+    heard = []
 
-    def read() -> None:
+    def read():
         while isinstance(message := reader.receive()[0], wire.Notice):
             heard.append(int(message.text))
 
@@ -82,7 +81,7 @@ def test_a_signal_handler_that_raises_during_a_report():
     thread.start()
     raised = []
 
-    def tick(*_: Any) -> None:
+    def tick(*_):
         raise TickError
 
     signal.signal(signal.SIGALRM, tick)

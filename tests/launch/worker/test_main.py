@@ -5,7 +5,6 @@ import signal
 import socket
 import sys
 import time
-from typing import NoReturn
 
 import pytest
 
@@ -17,7 +16,7 @@ from notebook_accel.launch.payload import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import groups, main
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
-from notebook_accel.launch.worker.main import Inherited, Outcome, Worker, _hint, _says_lost_peer
+from notebook_accel.launch.worker.main import Inherited, Worker, _hint, _says_lost_peer
 from notebook_accel.launch.worker.tracebacks import shorten
 from notebook_accel.rank.this_rank import LaunchedContext
 from tests.descriptors import open_descriptors
@@ -36,7 +35,7 @@ def worker(_signals):
     return new_worker()
 
 
-def new_worker() -> Worker:
+def new_worker():
     """A rank of two, whose agent says nothing."""
     launch = wire.Launch(
         run="r",
@@ -65,7 +64,7 @@ def new_worker() -> Worker:
 
 
 def test_a_call_that_cannot_be_read_is_named_in_the_log(worker, capsys, monkeypatch):
-    def receive(_: Channel) -> NoReturn:
+    def receive(_):
         raise ProtocolError("too many files are open here")
 
     monkeypatch.setattr(Channel, "receive", receive)
@@ -79,7 +78,7 @@ def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(wo
     context.begin_call(wire.BeginCall(call=3, payload=wire.Packet(), grace=0.0), has_group=True)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)  # by its own code, which goes on
-    disconnected: list[int] = []
+    disconnected = []
     monkeypatch.setattr(groups, "disconnect", lambda: disconnected.append(row.disconnected_call))
     row.call_over = 0
     row.interrupted_call = row.disconnected_call = 3  # by the agent, while it is in a collective
@@ -161,7 +160,7 @@ def test_a_long_text_keeps_its_begin_and_its_end():
     assert "950,008 characters left out" in short
 
 
-def new_context() -> LaunchedContext:
+def new_context():
     return LaunchedContext(
         rank=0,
         local_rank=0,
@@ -173,9 +172,7 @@ def new_context() -> LaunchedContext:
     )
 
 
-def outcome_of(
-    parcel: payload.Parcel, context: LaunchedContext, *, is_interrupted: bool = False
-) -> Outcome:
+def outcome_of(parcel, context, *, is_interrupted=False):
     before = signal.getsignal(signal.SIGINT)
     row = RankRow()
     row.interrupted_call = int(is_interrupted)
@@ -188,7 +185,7 @@ def outcome_of(
         signal.signal(signal.SIGINT, before)
 
 
-def leave(error: BaseException | None) -> None:
+def leave(error):
     if error is not None:
         raise error
 
@@ -196,7 +193,7 @@ def leave(error: BaseException | None) -> None:
 class FailingStream:
     """What the user's code has put in the place of standard error."""
 
-    def write(self, _text: str) -> None:
+    def write(self, _text):
         raise RuntimeError("not now")
 
     flush = write
@@ -226,7 +223,7 @@ def test_what_was_put_off_is_done_however_the_function_is_left(error, is_finishe
 def test_an_interrupt_after_the_result_was_packed_drops_nothing(monkeypatch):
     """Nobody else closes the segment of a result: it would stay for as long as the rank."""
 
-    def pack_and_interrupt(packed: payload.Packed) -> tuple[wire.Packet, tuple[int, ...]]:
+    def pack_and_interrupt(packed):
         packet, fds = pack(packed)
         signal.raise_signal(signal.SIGINT)
         return packet, fds

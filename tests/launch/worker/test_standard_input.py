@@ -5,22 +5,22 @@ import pytest
 from notebook_accel import WorkerError, notebook_launcher
 
 
-def asks() -> None:
+def asks():
     input("name? ")
 
 
-def breaks() -> None:
+def breaks():
     breakpoint()
 
 
-def debugs() -> None:
+def debugs():
     import pdb
 
     pdb.set_trace()
     print("beyond")
 
 
-def reads() -> None:
+def reads():
     import sys
 
     sys.stdin.read()
@@ -29,7 +29,7 @@ def reads() -> None:
 @pytest.mark.parametrize("function", [asks, breaks, debugs, reads])
 def test_the_error_names_the_way_out(function):
     with pytest.raises(WorkerError, match='engine="inline"'):
-        notebook_launcher(function, num_processes=1, view="none")  # type: ignore[arg-type]
+        notebook_launcher(function, num_processes=1, view="none")
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -48,6 +47,6 @@ def test_what_is_printed_is_utf_8_whatever_the_locale_is(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"\xe2\x9c\x93\n"
 
 
-def _note(path: Path) -> None:
+def _note(path):
     with path.open("a") as file:
         file.write("lost\n")

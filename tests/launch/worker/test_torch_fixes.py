@@ -1,17 +1,12 @@
 """A rank on the CPU drops its model after its group, as plain functions do, and never hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed
@@ -23,7 +18,7 @@ from tests.launches import on_cpu
 
 
 def test_a_backward_leaves_nothing_that_needs_the_gil():
-    def train() -> bool:
+    def train():
         import torch
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +27,7 @@ def test_a_backward_leaves_nothing_that_needs_the_gil():
         model = DistributedDataParallel(torch.nn.Linear(4, 1))
         stashed = []
 
-        def look(grad: torch.Tensor) -> None:
+        def look(grad):
             stashed.append(torch._C._is_key_in_tls("context"))
 
         model.module.weight.register_hook(look)
@@ -43,7 +38,7 @@ def test_a_backward_leaves_nothing_that_needs_the_gil():
     assert on_cpu(train).results == [True, True]
 
 
-def in_a_process(act: Callable[[], bool]) -> bool:
+def in_a_process(act):
     """Whether ``act`` gave True in a fork of this process, where torch may be changed."""
     pid = os.fork()
     if not pid:
@@ -55,10 +50,10 @@ def in_a_process(act: Callable[[], bool]) -> bool:
 
 
 def test_every_new_group_is_noted():
-    def act() -> bool:
-        noted: list[bool] = []
+    def act():
+        noted = []
 
-        def making() -> contextlib.AbstractContextManager[None]:
+        def making():
             noted.append(distributed.is_initialized())
             return contextlib.nullcontext()
 
@@ -80,34 +75,34 @@ class SlowStore(distributed.Store):
         is_late: whether this rank is the late one.
     """
 
-    def __init__(self, file: Path, made: Path, *, is_late: bool) -> None:
+    def __init__(self, file, made, *, is_late):
         super().__init__()
         self.files = distributed.FileStore(str(file), 2)
         self.made = made
         self.is_late = is_late
         self.came_last = False
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         deadline = time.monotonic() + 0.2
         while self.is_late and not self.came_last and time.monotonic() < deadline:
             time.sleep(0.01)
             self.came_last = self.made.exists()
         return self.files.get(key)
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key, value):
         self.files.set(key, value)
 
-    def add(self, key: str, value: int) -> int:
+    def add(self, key, value):
         return self.files.add(key, value)
 
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+    def wait(self, keys, *timeout):
         self.files.wait(keys, *timeout)
 
-    def clone(self) -> SlowStore:
+    def clone(self):
         return self
 
 
-def make_groups(folder: Path) -> list[int]:
+def make_groups(folder):
     """The numbers of those that this rank was still making when the other had them."""
     rank = int(os.environ["RANK"])
     came_last = []
@@ -132,8 +127,8 @@ def test_a_rank_has_its_group_once_all_have_it(tmp_path):
 def test_a_group_that_could_not_be_made_is_not_counted():
     """Torch 2.13 counts it, which is the flaw; the fix leaves a group that was made alone."""
 
-    def act() -> bool:
-        world: Any = distributed.distributed_c10d._world
+    def act():
+        world = distributed.distributed_c10d._world
         timeout = timedelta(seconds=0.1)
         with contextlib.suppress(distributed.DistError):
             distributed.init_process_group(
@@ -151,15 +146,15 @@ def test_a_group_that_could_not_be_made_is_not_counted():
 
 def test_a_store_whose_arguments_all_go_by_position(monkeypatch):
     """A second store of one process joins the server of the first, whatever was asked for."""
-    given: list[Any] = []
+    given = []
 
     class Store:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args, **kwargs):
             given.append((args, kwargs))
 
-    plain: Any = Store
+    plain = Store
     plain.__init__ = torch_fixes._listening(plain.__init__)
-    place: Any = ("localhost", 4321, 2, True, timedelta(seconds=1), False)
+    place = ("localhost", 4321, 2, True, timedelta(seconds=1), False)
     with socket.socket() as bound:
         monkeypatch.setitem(torch_fixes._bound, 4321, bound)
         monkeypatch.setattr(group_store, "is_served", lambda port: port == 4321)
@@ -169,7 +164,7 @@ def test_a_store_whose_arguments_all_go_by_position(monkeypatch):
 
 
 def test_one_variable_leaves_torch_as_it_is(monkeypatch):
-    def look() -> tuple[list[str], int]:
+    def look():
         import torch
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
