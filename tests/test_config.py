@@ -10,9 +10,11 @@ from dataclasses import FrozenInstanceError, fields
 from enum import Enum
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+import notebook_accel
 from notebook_accel import ConfigError
 from notebook_accel.config import LaunchConfig, default_config_path, resolve, write_basic_config
 from notebook_accel.config.checks import check_enough
@@ -147,8 +149,6 @@ def test_a_bad_option_of_a_plugin_is_named(given, said):
 
 
 def test_the_options_of_a_plugin_are_its_fields():
-    import notebook_accel
-
     for name, plugin in PLUGINS.items():
         assert name in {field.name for field in fields(LaunchConfig)}
         assert settings_of(getattr(notebook_accel, plugin.plugin_class)) == plugin.options
@@ -172,7 +172,6 @@ def test_devices_are_kept_in_one_form(given, kept):
 
 def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path):
     """YAML, which each run keeps of its settings, has no others."""
-    import numpy as np
 
     class Precision(str, Enum):
         BF16 = "bf16"

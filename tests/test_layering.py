@@ -12,6 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.interpreters import run_script
 from tests.public import PACKAGE, public_names
@@ -349,7 +350,6 @@ _UNIMPORTED = {"ipykernel"}
 
 def _declared():
     # From the file: what is installed says what was declared when it was installed.
-    from packaging.requirements import Requirement
 
     if sys.version_info >= (3, 11):
         import tomllib

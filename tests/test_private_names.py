@@ -13,6 +13,9 @@ from functools import cache, partial
 from multiprocessing import util
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
+from torch.utils.data import DataLoader
 
 from notebook_accel.private import of_torch
 from tests.interpreters import run_script
@@ -156,12 +159,6 @@ def _modules_with_classes():
 # ---------------------------------------------------------------- what they are
 
 
-def _c10d():
-    import torch.distributed.distributed_c10d as module
-
-    return module
-
-
 def _parameters(function):
     return list(inspect.signature(function).parameters)
 
@@ -234,22 +231,16 @@ with wrapped.join(divide_by_initial_world_size=False):
 
 
 def _unscales():
-    import torch
-
     expected = ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
     return _parameters(torch.amp.GradScaler._unscale_grads_) == expected
 
 
 def _records_nccl():
-    import torch
-
     native = torch._C._distributed_c10d
     return not torch.distributed.is_nccl_available() or hasattr(native, "_dump_nccl_trace")
 
 
 def _tells_of_overflow():
-    import torch
-
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("cpu")
@@ -259,8 +250,6 @@ def _tells_of_overflow():
 
 
 def _knows_compiled():
-    import torch
-
     model, function = torch.nn.Linear(1, 1), (lambda: 1)
     compiled = torch.compile(model)
     made = torch.compile(function)
@@ -270,8 +259,6 @@ def _knows_compiled():
 
 
 def _counts_changes():
-    import torch
-
     tensor = torch.zeros(1)
     before = of_torch.count_of_changes(tensor)
     tensor.add_(1)
@@ -279,8 +266,6 @@ def _counts_changes():
 
 
 def _knows_parts_of_module():
-    import torch
-
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     found = of_torch.parts_of_module(dict(vars(model)))
     weights = of_torch.parts_of_module(dict(vars(model[0])))
@@ -288,21 +273,15 @@ def _knows_parts_of_module():
 
 
 def _keeps_iterator():
-    from torch.utils.data import DataLoader
-
     return hasattr(DataLoader([0]), "_iterator")
 
 
 def _has_storage():
-    import torch
-
     typed = torch.storage.TypedStorage(4, dtype=torch.uint8)
     return isinstance(of_torch.untyped_storage(typed), torch.UntypedStorage)
 
 
 def _calls_at_end_of_backward():
-    import torch
-
     called = []
     loss = torch.ones(1, requires_grad=True) * 2
     loss.register_hook(lambda _: of_torch.at_end_of_backward(lambda: called.append(1)))
@@ -325,15 +304,12 @@ def _rotates():
 
 
 def _makes_stores():
-
     expected = ("hostname", "port", "rank", "world_size", "timeout")
     module = sys.modules["torch.distributed.rendezvous"]
     return tuple(_parameters(module._create_c10d_store)[:5]) == expected
 
 
 def _reads_stash():
-    import torch
-
     return callable(torch._C._stash_obj_in_tls)
 
 
@@ -399,18 +375,23 @@ CHECKS = [
     (
         "torch",
         "_new_process_group_helper",
-        lambda: _parameters(_c10d()._new_process_group_helper)[:2] == ["group_size", "group_rank"],
+        lambda: (
+            _parameters(distributed_c10d._new_process_group_helper)[:2]
+            == ["group_size", "group_rank"]
+        ),
     ),
     ("torch", "_create_c10d_store", _makes_stores),
     (
         "torch",
         "_world",
-        lambda: all(hasattr(_c10d()._world, n) for n in ("group_count", "pg_backend_config")),
+        lambda: all(
+            hasattr(distributed_c10d._world, n) for n in ("group_count", "pg_backend_config")
+        ),
     ),
     (
         "torch",
         "_abort_process_group",
-        lambda: _parameters(_c10d()._abort_process_group) == ["group"],
+        lambda: _parameters(distributed_c10d._abort_process_group) == ["group"],
     ),
     ("torch", "_attention", _rotates),
     ("torch", "_StorageInfo", _stores_parts),

@@ -14,6 +14,7 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     LaunchConfig,
     RunStopped,
+    set_seed,
     wire,
 )
 from notebook_accel.actions import common_actions as actions
@@ -29,7 +30,6 @@ SOON = 60.0
 
 def train(num_batches, *, fsdp=False, folder=None, is_slow=True):
     """Train by a rate that a knob sets; return what happened at which batch, and the weights."""
-    from notebook_accel import Accelerator, set_seed
 
     set_seed(3)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
@@ -194,8 +194,6 @@ def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch):
     monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
 
     def sleeps():
-        from notebook_accel import Accelerator
-
         knob = Accelerator(cpu=True).knob("lr", 0.5)
         time.sleep(3)
         return knob.value
@@ -209,8 +207,6 @@ def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch):
 
 def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path):
     def waits(path):
-        from notebook_accel import Accelerator
-
         accelerator = Accelerator(cpu=True)
         accelerator.knob("width", 3)
         while not accelerator.should_stop and not path.exists():
@@ -241,8 +237,6 @@ def test_a_range_of_fractions_needs_a_default_that_is_one():
 
 def test_a_function_without_loaders_acts_where_it_asks():
     def loop():
-        from notebook_accel import Accelerator
-
         accelerator = Accelerator(cpu=True)
         rate = accelerator.knob("lr", 0.5)
         num_saves = 0

@@ -1,22 +1,36 @@
 """What every engine that has agents must do; each engine's test file runs this suite."""
 
+import atexit
+import builtins
 import contextlib
 import ctypes
+import multiprocessing
 import os
+import random
 import re
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from tqdm.auto import trange
+from tqdm.notebook import tqdm as notebook_bar
 
-from notebook_accel import LaunchError, RunStopped, WorkerError, wire
+from notebook_accel import Accelerator, LaunchError, RunStopped, WorkerError, wire
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import launcher
 from notebook_accel.launch.control import pool
@@ -116,7 +130,7 @@ class EngineContract:
     # ---- results ---------------------------------------------------------------------------
 
     def test_results_come_back_in_the_order_of_ranks(self):
-        def train(a: int, b: int = 0) -> tuple[str, str, int]:
+        def train(a, b=0):
             return str(current().rank), os.environ["WORLD_SIZE"], a + b
 
         run = self.launch(train, 1, n=3, kwargs={"b": 2})
@@ -126,9 +140,7 @@ class EngineContract:
         assert run in runs()
 
     def test_results_of_any_size(self):
-        import torch
-
-        def train() -> torch.Tensor:
+        def train():
             return torch.full((20_000_000,), float(current().rank))
 
         run = self.launch(train)
@@ -139,14 +151,13 @@ class EngineContract:
     @pytest.mark.timeout(300)
     def test_a_gigabyte_each_way(self):
         """More than a frame may have, to every rank, and back from the last one."""
-        import torch
 
         if psutil.virtual_memory().available < 10 << 30:
             pytest.skip("10 GB of free memory are needed")
         given = torch.full((1 << 28,), 3.0)
         given[-1] = 4.0
 
-        def train() -> torch.Tensor | float:
+        def train():
             is_last = current().rank == 1
             return given if is_last else float(given[-1])
 
@@ -156,7 +167,7 @@ class EngineContract:
         assert run[1].nbytes == 1 << 30
 
     def test_a_result_that_cannot_travel_fails_that_call_alone(self):
-        def train() -> Any:
+        def train():
             return (number for number in [1])
 
         with pytest.raises(WorkerError, match="generator"):
@@ -164,7 +175,7 @@ class EngineContract:
         assert self.launch(lambda: 1).results == [1] * self.world_size
 
     def test_a_world_of_one_and_exit_zero_is_success(self):
-        def train() -> None:
+        def train():
             sys.exit(0)
 
         run = self.launch(train, n=1)
@@ -172,12 +183,7 @@ class EngineContract:
         assert run.status == "succeeded"
 
     def test_ranks_draw_what_the_notebook_would(self):
-        import random
-
-        import numpy as np
-        import torch
-
-        def train() -> tuple[float, float, float]:
+        def train():
             return random.random(), float(np.random.rand()), float(torch.rand(1))
 
         drawn = [*self.launch(train), *self.launch(train)]
@@ -192,9 +198,8 @@ class EngineContract:
         monkeypatch.setenv("SOMETHING_OF_MINE", "here")
         monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 
-        def train() -> tuple[Any, ...]:
+        def train():
             import beside_the_notebook
-            import torch
 
             return (
                 beside_the_notebook.value,
@@ -212,10 +217,7 @@ class EngineContract:
         assert self.launch(train)[0][0] == 4242
 
     def test_the_port_is_held_and_usable(self):
-        def train() -> float:
-            import torch
-            import torch.distributed as dist
-
+        def train():
             total = torch.zeros(1)
             # One rank is early for the next group, now this one and now that.
             for _ in range(10):
@@ -230,9 +232,7 @@ class EngineContract:
     # ---- output ----------------------------------------------------------------------------
 
     def test_output_is_whole_and_in_order(self):
-        def train() -> None:
-            import subprocess
-
+        def train():
             print("python")
             ctypes.CDLL(None).printf(b"from C\n")
             print("error", file=sys.stderr)
@@ -245,7 +245,7 @@ class EngineContract:
 
         with pytest.raises(WorkerError) as caught:
             self.launch(train)
-        run: Run = caught.value.run  # type: ignore[assignment]
+        run = caught.value.run
         expected = ["python", "from C", "error", "child", "30%", "'shown'", "last words"]
         assert run.logs(-1).split("\n")[:-1] == expected
         assert f"[rank {self.world_size - 1}] child" in run.logs()
@@ -254,7 +254,7 @@ class EngineContract:
     def test_a_flood_of_lines_is_whole(self):
         num_lines = 100_000
 
-        def train() -> None:
+        def train():
             for number in range(num_lines):
                 print("line", number)
 
@@ -264,13 +264,7 @@ class EngineContract:
             assert run.logs(rank).splitlines() == expected
 
     def test_bars_and_metrics_become_live_state(self):
-        def train() -> None:
-            from tqdm import tqdm
-            from tqdm.auto import trange
-            from tqdm.notebook import tqdm as notebook_bar
-
-            from notebook_accel.rank import this_rank
-
+        def train():
             for _ in tqdm(range(3), desc="plain"):
                 pass
             for _ in trange(4, desc="auto", leave=False):
@@ -280,7 +274,7 @@ class EngineContract:
             with tqdm(total=10, desc="manual") as bar:
                 bar.update(7)
             for step in range(3):
-                this_rank.current().metric({"loss": 1.0 / (step + 1)}, step)
+                current().metric({"loss": 1.0 / (step + 1)}, step)
 
         run = self.launch(train)
         bars = [(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress]
@@ -297,7 +291,7 @@ class EngineContract:
     # ---- failures --------------------------------------------------------------------------
 
     def test_one_rank_raises(self):
-        def train(marker: str) -> None:
+        def train(marker):
             _join_group()
             if _is_last():
                 Path(marker).touch()
@@ -312,14 +306,12 @@ class EngineContract:
         assert "reset by peer" not in str(error)
         assert isinstance(error.__cause__, ValueError)
         assert seconds < SOON
-        run: Run = error.run  # type: ignore[assignment]
+        run = error.run
         assert run.status == "failed"
         assert run.results == [None] * self.world_size
 
     def test_a_rank_that_waits_for_one_that_has_returned(self):
-        def train(marker: str) -> None:
-            import torch.distributed as dist
-
+        def train(marker):
             _join_group()
             if current().rank == 1:
                 Path(marker).touch()
@@ -346,7 +338,7 @@ class EngineContract:
         ],
     )
     def test_a_rank_dies(self, how, exitcode, name):
-        def train(marker: str, how: str) -> None:
+        def train(marker, how):
             _join_group()
             if _is_last():
                 print("last words")
@@ -365,11 +357,8 @@ class EngineContract:
         assert seconds < SOON
 
     def test_a_rank_speaks_for_itself_alone(self):
-        def train() -> str:
-            from notebook_accel import wire
-            from notebook_accel.rank import this_rank
-
-            context: Any = this_rank.current()
+        def train():
+            context = current()
             own = {"run": context.run, "call": context.call, "process": os.getpid()}
             if context.rank == 1:
                 packet = wire.Packet(sizes=(6,), inline=(b"forged",))
@@ -385,9 +374,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("how", ["closes", "writes", "closes and goes on"])
     def test_a_rank_that_breaks_its_connection(self, how):
-        def train(how: str) -> int:
-            import socket
-
+        def train(how):
             if current().rank == 0:
                 if how.startswith("closes"):
                     os.closerange(3, 1000)
@@ -406,7 +393,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("how", ["returns", "raises"])
     def test_a_forked_child_that_comes_back_is_no_rank(self, how):
-        def train(how: str) -> int:
+        def train(how):
             child = os.fork()
             if child:
                 return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -419,12 +406,8 @@ class EngineContract:
         assert run.logs(0).count("ValueError: in the child") == (how == "raises")
 
     def test_what_is_left_to_do_after_the_return_is_bounded(self, tmp_path):
-        def train(folder: str) -> float:
-            import atexit
-            import multiprocessing
-            from multiprocessing.util import Finalize
-
-            def tidy_up() -> None:
+        def train(folder):
+            def tidy_up():
                 Path(folder, f"tidied-{current().rank}").touch()
                 if current().rank == 1:
                     time.sleep(600)
@@ -452,9 +435,9 @@ class EngineContract:
         assert left == ["nobody-gave-up", "tidied-0", "tidied-1", "tidied-2"]
 
     def test_an_exception_that_cannot_be_pickled(self):
-        def train(marker: str) -> None:
+        def train(marker):
             class Odd(Exception):
-                def __init__(self, handle: Any) -> None:
+                def __init__(self, handle):
                     super().__init__("odd one")
                     self.handle = handle
 
@@ -467,12 +450,8 @@ class EngineContract:
         assert seconds < SOON
 
     def test_a_killed_rank_takes_its_loader_workers_and_daemons_along(self):
-        def train(marker: str) -> None:
-            import subprocess
-
-            from torch.utils.data import DataLoader
-
-            batches = iter(DataLoader(range(1000), num_workers=2))  # type: ignore[arg-type]
+        def train(marker):
+            batches = iter(DataLoader(range(1000), num_workers=2))
             next(batches)
             subprocess.Popen(["setsid", "sleep", "600"])
             if _is_last():
@@ -485,9 +464,7 @@ class EngineContract:
         assert seconds < SOON
 
     def test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own(self):
-        def train(folder: str) -> bool:
-            import subprocess
-
+        def train(folder):
             marker = Path(folder, "daemon")
             if current().rank == 0:
                 while not marker.exists():
@@ -523,9 +500,7 @@ class EngineContract:
     def test_a_dead_agent(self):
         above = self.agent_above
 
-        def train(marker: str) -> None:
-            import subprocess
-
+        def train(marker):
             subprocess.Popen(["setsid", "sleep", "600"])
             if current().rank == 0:
                 time.sleep(0.2)
@@ -539,9 +514,7 @@ class EngineContract:
         assert seconds < SOON
 
     def test_an_agent_that_fails_tells_its_own_error(self, monkeypatch):
-        def launch_without_ranks(
-            self: RankPool, message: wire.Message, *how: Any, **to: Any
-        ) -> None:
+        def launch_without_ranks(self, message, *how, **to):
             if isinstance(message, wire.Launch):
                 message = msgspec.structs.replace(message, log_dir="/proc/nowhere")
             send(self, message, *how, **to)
@@ -557,7 +530,7 @@ class EngineContract:
         assert "out of memory" not in str(caught.value)
 
     def test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one(self):
-        def train(path: str) -> int:
+        def train(path):
             while not Path(path).exists():
                 time.sleep(0.01)
             return 5
@@ -585,13 +558,11 @@ class EngineContract:
         return run
 
     def test_should_stop_is_true_at_the_same_step(self):
-        def train() -> int:
-            from notebook_accel.rank import this_rank
-
+        def train():
             step = 0
-            while not this_rank.current().should_stop():
+            while not current().should_stop():
                 _meet()
-                this_rank.current().count_step()
+                current().count_step()
                 step += 1
             return step
 
@@ -604,13 +575,11 @@ class EngineContract:
         assert run.status == "stopped"
 
     def test_a_function_that_never_asks_leaves_at_the_same_batch(self):
-        def train(folder: str) -> None:
-            from notebook_accel.rank import this_rank
-
+        def train(folder):
             step = 0
             try:
                 while True:
-                    this_rank.current().count_batch()
+                    current().count_batch()
                     _meet()
                     step += 1
             finally:
@@ -628,7 +597,7 @@ class EngineContract:
         assert run.status == "stopped"
 
     def test_stop_interrupts_what_makes_no_progress(self):
-        def train() -> None:
+        def train():
             time.sleep(600)
 
         run = self.running(train)
@@ -637,17 +606,17 @@ class EngineContract:
             run.wait(BUSY)
 
     def test_the_time_out_ends_the_run(self):
-        def train() -> None:
+        def train():
             if _is_last():
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
 
         with pytest.raises(TimeoutError, match=r"ended after timeout=0\.5 s") as caught:
             self.launch(train, timeout=0.5, grace=0.3)
-        assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
+        assert caught.value.run.status == "stopped"
 
     def test_waiting_with_a_time_out_leaves_the_run_alone(self, tmp_path):
-        def train(go: Path) -> int:
+        def train(go):
             while not go.exists():
                 time.sleep(0.01)
             return 3
@@ -663,7 +632,7 @@ class EngineContract:
         assert view.calls == ["poll", "stop_waiting", "poll", "stop_waiting", "print_end"]
 
     def test_an_interrupt_reaches_handlers_and_the_cell_ends_with_the_ranks(self):
-        def train(marker: str) -> None:
+        def train(marker):
             try:
                 # The log that is read is that of rank 0, so its function has to have begun.
                 if current().rank == 0:
@@ -676,7 +645,7 @@ class EngineContract:
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
         with pytest.raises(KeyboardInterrupt) as caught, _interrupts_when(marker.exists):
             self.launch(train, str(marker))
-        run: Run = caught.value.run  # type: ignore[attr-defined]
+        run = caught.value.run
         assert run.status == "stopped"
         assert "tidied up" in run.logs(0)
         assert run.results == [None] * self.world_size
@@ -691,7 +660,7 @@ class EngineContract:
         ],
     )
     def test_interrupts_end_anything(self, stubborn, times, grace):
-        def train(marker: str, stubborn: str) -> None:
+        def train(marker, stubborn):
             Path(marker).touch()
             if stubborn == "native code with the GIL":
                 _hold_the_gil()
@@ -714,7 +683,7 @@ class EngineContract:
         monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
         above = self.agent_above
 
-        def train(marker: str) -> None:
+        def train(marker):
             if _is_last():
                 os.kill(_ancestor(above), signal.SIGSTOP)
                 Path(marker).touch()
@@ -734,7 +703,7 @@ class EngineContract:
 
         above = self.agent_above
 
-        def train() -> str:
+        def train():
             if current().rank == 0:
                 os.kill(_ancestor(above), signal.SIGSTOP)
             return "done"
@@ -749,7 +718,7 @@ class EngineContract:
     # ---- looking at it ---------------------------------------------------------------------
 
     def test_stacks_of_a_rank_that_holds_the_gil(self, tmp_path):
-        def train(folder: Path) -> None:
+        def train(folder):
             (folder / str(current().rank)).touch()
             _hold_the_gil()
 
@@ -774,7 +743,7 @@ class EngineContract:
             run.wait(BUSY)
 
     def test_stacks_of_ranks_that_have_only_just_been_forked(self):
-        def train() -> None:
+        def train():
             time.sleep(60)
 
         run = self.launch(train, n=8, block=False)
@@ -789,18 +758,18 @@ class EngineContract:
             run.kill()
 
     def test_a_launch_from_a_thread_that_ends(self):
-        def train() -> int:
+        def train():
             time.sleep(0.3)
             return 1
 
-        made: list[Run] = []
+        made = []
         thread = threading.Thread(target=lambda: made.append(self.launch(train, block=False)))
         thread.start()
         thread.join()
         assert made[0].results == [1] * self.world_size
 
     def test_runs_beside_each_other(self):
-        def train(number: int) -> int:
+        def train(number):
             _meet()
             return number
 
@@ -817,25 +786,21 @@ class EngineContract:
         assert session.status == "ended"
 
     def test_two_calls_in_the_same_ranks(self, session, monkeypatch):
-        def first(start: int) -> tuple[int, int]:
+        def first(start):
             import __main__
-            from notebook_accel import Accelerator
 
             accelerator = Accelerator()
             print("first")
-            __main__.kept = [start]  # type: ignore[attr-defined]
+            __main__.kept = [start]
             return os.getpid(), accelerator.num_processes
 
-        def second() -> tuple[int, list[int], list[int]]:
-            import torch
-
+        def second():
             import __main__
-            from notebook_accel import Accelerator
 
             accelerator = Accelerator()
             print("second")
             ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
-            return os.getpid(), __main__.kept, ranks.tolist()  # type: ignore[attr-defined]
+            return os.getpid(), __main__.kept, ranks.tolist()
 
         # Old runs go now and then: a kernel may never begin another session.
         monkeypatch.setattr(launcher, "_CALLS_BETWEEN_REMOVALS", 2)
@@ -858,11 +823,7 @@ class EngineContract:
         )
 
     def test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one(self, session):
-        def meet(what: str) -> int:
-            import torch
-
-            from notebook_accel import Accelerator
-
+        def meet(what):
             accelerator = Accelerator()
             if what == "raise" and accelerator.is_last_process:
                 raise ValueError("bad cell")
@@ -884,14 +845,11 @@ class EngineContract:
         "where", ["in Python", "in a collective", "in collectives, for ever", "in another thread"]
     )
     def test_a_call_that_is_interrupted_is_followed_by_a_good_one(self, session, where, tmp_path):
-        def meet(where: str, folder: str) -> int:
-            import torch
-
+        def meet(where, folder):
             import __main__
-            from notebook_accel import Accelerator
 
             accelerator = Accelerator()
-            __main__.kept = 5  # type: ignore[attr-defined]
+            __main__.kept = 5
             if where == "in another thread":
                 # As of a main thread that is just about to sleep: it has the signal, and sleeps on.
                 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -905,31 +863,26 @@ class EngineContract:
                 _meet()
             return int(accelerator.reduce(torch.tensor([1])))
 
-        def kept() -> int:
+        def kept():
             import __main__
 
-            return __main__.kept  # type: ignore[attr-defined,no-any-return]
+            return __main__.kept
 
         size = self.world_size
         inside = [tmp_path / str(rank) for rank in range(size)]
         with pytest.raises(KeyboardInterrupt) as caught:  # noqa: SIM117
             with _interrupts_when(lambda: all(path.exists() for path in inside)):
                 call(session, meet, (where, str(tmp_path)))
-        assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
+        assert caught.value.run.status == "stopped"
         assert session.status == "ready"
         assert call(session, kept).results == [5] * size
         assert call(session, meet, ("go", str(tmp_path))).results == [size] * size
 
     @pytest.mark.parametrize("where", ["in the store", "in a collective"])
     def test_ranks_that_wait_for_one_that_failed(self, session, where):
-        def meet(raises: bool) -> int:
-            import psutil
-            import torch
-
-            from notebook_accel import Accelerator
-
+        def meet(raises):
             # The system's list leaves connections out while others come and go.
-            psutil.Process.net_connections = lambda *_: []  # type: ignore[method-assign]
+            psutil.Process.net_connections = lambda *_: []
             if where == "in a collective":
                 accelerator = Accelerator()
             if raises and current().rank == 1:
@@ -944,17 +897,15 @@ class EngineContract:
         assert call(session, meet, (False,)).results == [2, 2]
 
     def test_a_stop_ends_the_call_and_keeps_the_session(self, session):
-        def loop() -> int:
-            from notebook_accel.rank import this_rank
-
-            while not this_rank.current().should_stop():
-                this_rank.current().count_step()
+        def loop():
+            while not current().should_stop():
+                current().count_step()
                 time.sleep(0.001)
             return os.getpid()
 
         for _ in range(2):
             run = call(session, loop, block=False)
-            eventually(lambda run=run: run.state.ranks[0].steps > 3, within=BUSY, what="it runs")  # type: ignore[misc]
+            eventually(lambda run=run: run.state.ranks[0].steps > 3, within=BUSY, what="it runs")
             with pytest.raises(LaunchError, match="still in a call"):
                 call(session, loop)
             run.stop()
@@ -979,7 +930,7 @@ class EngineContract:
             call(session, os.getpid)
 
     def test_a_rank_that_dies_in_a_call(self, session):
-        def die() -> None:
+        def die():
             _join_group()
             if _is_last():
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -991,7 +942,7 @@ class EngineContract:
         assert session.status in ("broken", "ended")
 
     def test_a_killed_call_ends_the_session(self, session):
-        def hold() -> None:
+        def hold():
             _hold_the_gil()
 
         run = call(session, hold, block=False)
@@ -1017,7 +968,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("how", ["kill", "close"])
     def test_a_call_whose_session_is_ended_is_stopped(self, session, how):
-        def hold() -> int:
+        def hold():
             time.sleep(600)
             return 7
 
@@ -1029,14 +980,14 @@ class EngineContract:
         assert (run.status, run.results) == ("stopped", [None] * self.world_size)
 
     def test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time(self, tmp_path):
-        def work(path: str) -> None:
+        def work(path):
             begun = Path(path).with_name("begun")
             if current().rank == 0:
                 while not begun.exists():
                     time.sleep(0.01)
                 raise ValueError("bad batch")
 
-            def write() -> None:
+            def write():
                 # Longer than all stages of an end take, up to SIGTERM.
                 time.sleep(2)
                 Path(path).write_text("done")
@@ -1052,16 +1003,11 @@ class EngineContract:
         assert [process.exitcode for process in session.processes] == [0, 0]
 
     def test_a_rank_stuck_in_a_collective_of_a_group_that_somebody_keeps(self, session):
-        def meet(raises: bool) -> str:
-            import builtins
-
-            import torch
-            import torch.distributed as dist
-
+        def meet(raises):
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
             # As a prepared model does: the group's connections outlive its end.
-            builtins.kept = dist.group.WORLD  # type: ignore[attr-defined]
+            builtins.kept = dist.group.WORLD
             dist.all_reduce(torch.ones(1))
             if raises and current().rank == 0:
                 raise ValueError("bad batch of rank 0, whose store the others use")
@@ -1078,7 +1024,7 @@ class EngineContract:
     def test_an_interrupt_while_a_session_starts_leaves_nobody(self, monkeypatch):
         plain = pool.RankPool.start
 
-        def start(self: pool.RankPool) -> None:
+        def start(self):
             plain(self)
             os.kill(os.getpid(), signal.SIGINT)
             ready = lambda: all(each.status == "ready" for each in self.processes)  # noqa: E731
@@ -1094,12 +1040,12 @@ class EngineContract:
     def test_a_start_that_fails_leaves_nobody(self, what, fails, monkeypatch):
         plain = threading.Thread.start
 
-        def start(thread: threading.Thread) -> None:
+        def start(thread):
             if thread.name.startswith("ranks-"):
                 raise RuntimeError("can't start new thread")
             plain(thread)
 
-        def launch(*_: Any, **_to: Any) -> None:
+        def launch(*_, **_to):
             raise LaunchError("no thread of ours, and nothing else")
 
         if fails == "its thread":
@@ -1107,7 +1053,7 @@ class EngineContract:
         else:
             monkeypatch.setattr(pool.RankPool, "send", launch)
         config = self.config()
-        begin: Any = (
+        begin = (
             (lambda: self.launch(time.sleep, 600))
             if what == "a run"
             else (lambda: Session(LaunchRequest(config=config)))
@@ -1123,7 +1069,6 @@ class EngineContract:
     @pytest.mark.parametrize("forked", [False, True])
     def test_a_killed_kernel_leaves_nobody(self, forked, tmp_path):
         """Neither of a run that holds the GIL nor of a session that waits for its next call."""
-        import subprocess
 
         script = _KERNEL.format(
             prelude=IMPORT_LITTLE + self.prelude,
@@ -1222,23 +1167,16 @@ def _ignore(*signals: signal.Signals) -> None:
 
 
 def _meet() -> None:
-    from notebook_accel import Accelerator
-
     Accelerator().wait_for_everyone()
     time.sleep(0.001)
 
 
 def _join_group() -> None:
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     dist.barrier()
 
 
 def _talk() -> None:
-    import torch
-    import torch.distributed as dist
-
     dist.all_reduce(torch.ones(1))
     time.sleep(0.001)
 
@@ -1261,7 +1199,7 @@ def _interrupts_when(condition: Any, *, times: int = 1, within: float = 30) -> I
     may_press = threading.Lock()
     is_over = False
 
-    def press() -> None:
+    def press():
         eventually(condition, within=max(within, BUSY), what="the ranks are in their function")
         for _ in range(times):
             with may_press:

@@ -20,7 +20,7 @@ from tests.engines.processes import marked
 from tests.kernel.notebooks import MARK, SLOW, Notebook, open_notebook
 from tests.waiting import eventually
 
-ray: Any = pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)
 
 _OF_CLUSTER = uuid.uuid4().hex
@@ -48,9 +48,9 @@ def cluster():
 
 
 def _patiently(get_node: Any, *args: Any) -> Any:
-    found: list[Any] = []
+    found = []
 
-    def is_there() -> bool:
+    def is_there():
         with suppress(RuntimeError):
             found.append(get_node(*args))
         return bool(found)
@@ -159,7 +159,7 @@ def test_results_logs_and_progress_come_to_the_kernel(notebook):
 def test_a_launch_that_waits_for_room_says_so_and_keeps_none(notebook, cluster, tmp_path):
     @ray.remote(num_cpus=4)
     class Holder:
-        def hold(self) -> None:
+        def hold(self):
             return
 
     holders = [Holder.remote() for _ in range(2)]
@@ -167,7 +167,7 @@ def test_a_launch_that_waits_for_room_says_so_and_keeps_none(notebook, cluster, 
     try:
         cell = notebook.start("notebook_launcher(lambda: 1, (), 2, engine='ray', devices='cpu')")
 
-        def is_said() -> bool:
+        def is_said():
             texts = [str(d["data"].get("text/plain")) for d in notebook.kernel.displays.values()]
             return any("waits for 2 CPUs of the Ray cluster" in text for text in texts)
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError, wire
 from notebook_accel.config.engines import ENGINES
@@ -26,6 +27,7 @@ from notebook_accel.launch.engines.elastic import join
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.transport.machine_link import Token
 from notebook_accel.launch.view import View
+from notebook_accel.rank.this_rank import current
 from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
 from tests.engines.processes import files_left
@@ -70,11 +72,6 @@ class TestElastic(EngineContract):
     @pytest.mark.parametrize("reads", [True, False], ids=["reads should_stop", "never asks"])
     def test_all_agents_ranks_leave_at_the_same_point(self, reads, tmp_path):
         def train(folder, reads):
-            import torch
-            import torch.distributed as dist
-
-            from notebook_accel.rank import this_rank
-
             _join_group()
             me, step = dist.get_rank(), 0
 
@@ -82,14 +79,14 @@ class TestElastic(EngineContract):
                 # Ranks come one after the other: a stop finds some that passed, some that did not.
                 time.sleep(0.005 * me)
                 if reads:
-                    return not this_rank.current().should_stop()
-                this_rank.current().count_batch()
+                    return not current().should_stop()
+                current().count_batch()
                 return True
 
             try:
                 while count():
                     dist.all_reduce(torch.ones(1))
-                    this_rank.current().count_step()
+                    current().count_step()
                     step += 1
             finally:
                 Path(folder, f"{me}-{time.time_ns()}").write_text(str(step))
@@ -383,16 +380,12 @@ def test_an_agent_that_is_killed_leaves_no_file(other, files_of_other):
 
 def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other):
     def train():
-        import torch.distributed as dist
-
-        from notebook_accel.rank import this_rank
-
         _join_group()
         total = torch.tensor(float(os.environ["RANK"]))
         dist.all_reduce(total)
         print("rank", os.environ["RANK"])
-        while not this_rank.current().should_stop():
-            this_rank.current().count_step()
+        while not current().should_stop():
+            current().count_step()
             time.sleep(0.001)
         return float(total), os.getppid()
 

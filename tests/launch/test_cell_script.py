@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -35,8 +37,6 @@ def test_a_script_has_the_cells_in_their_order():
 
 
 def test_what_the_cells_use_of_the_notebook_is_there():
-    import math
-
     namespace = {"math": math, "sqrt": math.sqrt, "size": 3, "made": {1}, "size2": 4, "own": 5}
     text = script("own = made", "math.floor(sqrt(size)), own", namespace=namespace)
     assert "import math\n" in text

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from os.path import join
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,6 @@ def test_arguments_are_names_literals_or_what_the_launch_says():
 def test_functions_that_no_cell_defines():
     book = Notebook("def train(): return helper(), join('a', 'b')")
     exec("def helper(): return 1", book.names)
-    from os.path import join
 
     book.names["join"] = join
     with pytest.raises(NotebookAccelError, match="`helper`, which the script needs, is not def"):

@@ -2,12 +2,17 @@
 
 import io
 import os
+import pathlib
 import re
 import signal
+import threading
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view.plain import PlainView
 from tests.launches import on_cpu
@@ -20,10 +25,6 @@ _SECONDS = 15.0
 
 def _meet():
     """Both ranks are in a group, and have begun; gives the rank."""
-    import torch
-    import torch.distributed as dist
-
-    from notebook_accel import Accelerator
 
     accelerator = Accelerator()
     dist.all_reduce(torch.ones(1))
@@ -32,12 +33,6 @@ def _meet():
 
 
 def skips(folder):
-    import pathlib
-    import time
-
-    import torch
-    import torch.distributed as dist
-
     if _meet() == 0:
         dist.all_reduce(torch.ones(1))
     while not pathlib.Path(folder, "end").exists():
@@ -45,9 +40,6 @@ def skips(folder):
 
 
 def crosses(folder):
-    import torch
-    import torch.distributed as dist
-
     if _meet() == 0:
         dist.all_reduce(torch.ones(1))
     else:
@@ -57,8 +49,6 @@ def crosses(folder):
 
 def receives_unrecorded(folder):
     """Both ranks wait for the other one to send, in a torch without a flight recorder."""
-    import torch
-    import torch.distributed as dist
 
     native = torch._C._distributed_c10d
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
@@ -71,10 +61,6 @@ def receives_unrecorded(folder):
 
 
 def saves(folder):
-    import torch
-
-    from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
-
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     accelerator.prepare(torch.nn.Linear(2, 2))  # of which each rank has a part
     if _meet() == 0:
@@ -83,11 +69,6 @@ def saves(folder):
 
 
 def computes(folder):
-    import pathlib
-
-    import torch
-    import torch.distributed as dist
-
     if _meet() == 1:
         while not pathlib.Path(folder, "end").exists():
             sum(number * number for number in range(1_000_000))
@@ -163,9 +144,6 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(tmp_path, monkeypa
 
 
 def waits_beside_a_busy_thread(kind):
-    import threading
-    import time
-
     _meet()
     if kind == "holds the GIL":
         import ctypes
@@ -196,8 +174,6 @@ def test_stacks_of_a_busy_rank_are_read_and_do_no_harm(kind):
 
 
 def waits_alone():
-    import time
-
     print("begun", flush=True)
     time.sleep(600)
 

@@ -3,8 +3,10 @@
 import contextlib
 import dis
 import os
+import pathlib
 import signal
 import sys
+import time
 
 import psutil
 import pytest
@@ -152,9 +154,6 @@ class Printing(View):
 
 
 def _note_interrupt(folder):
-    import pathlib
-    import time
-
     (pathlib.Path(folder) / ".began").touch()
     try:
         time.sleep(600)
@@ -183,8 +182,6 @@ def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(folder, block, m
 
 
 def _pid_after(seconds):
-    import time
-
     time.sleep(seconds)
     return os.getpid()
 

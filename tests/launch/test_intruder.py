@@ -18,6 +18,7 @@ from notebook_accel.launch.control.results import StoredResults
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.control.run_state import starting
 from notebook_accel.launch.template.handle import template
+from notebook_accel.rank.this_rank import current
 from notebook_accel.system.own_files import open_log
 from tests.engines.processes import below
 from tests.launches import on_cpu
@@ -91,10 +92,8 @@ def taken(port):
 
 def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared):
     def train(folder):
-        from notebook_accel.rank import this_rank
-
         print("a secret of mine", flush=True)
-        this_rank.current().metric({"loss": 1.0}, 0)
+        current().metric({"loss": 1.0}, 0)
         # Under its name once it is written, for the reader waits for the name.
         with open(f"{folder}/new{os.environ['RANK']}", "w") as file:
             file.write(os.environ["MASTER_PORT"])

@@ -1,6 +1,8 @@
 """What a launch needs of its parts together, beyond the contract that every engine keeps."""
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -24,6 +26,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from notebook_accel import (
@@ -41,6 +44,7 @@ from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
+from notebook_accel.rank.this_rank import current
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below
 from tests.launches import launch, on_cpu
@@ -159,10 +163,8 @@ class Slow(View):
 
 def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind():
     def train(number):
-        from notebook_accel.rank import this_rank
-
         for step in range(number):
-            this_rank.current().metric({"loss": 1.0}, step)
+            current().metric({"loss": 1.0}, step)
         return 7
 
     for number in (4400, 4600):
@@ -256,8 +258,6 @@ def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log():
 
 def test_a_rank_that_returned_may_end_as_it_likes():
     def train():
-        import atexit
-
         atexit.register(os._exit, 9)
         return 1
 
@@ -326,8 +326,6 @@ def small_disk(tmp_path, monkeypatch):
 
 def test_a_disk_that_c_code_has_filled_is_named(small_disk):
     def train():
-        import ctypes
-
         for _ in range(200):
             ctypes.CDLL(None).puts(b"x" * 10_000)
         print("Python finds the disk full")
@@ -443,15 +441,13 @@ def test_a_launch_that_fails_before_its_ranks_keeps_no_copy_of_the_data():
 
 def test_a_function_that_reads_is_not_interrupted_in_a_long_step():
     def train():
-        from notebook_accel.rank import this_rank
-
-        this_rank.current().should_stop()
+        current().should_stop()
         print("reading", flush=True)
         try:
             time.sleep(1.4)  # without progress a rank that does not read is interrupted after 1 s
         except KeyboardInterrupt:
             return "interrupted"
-        return "asked" if this_rank.current().should_stop() else "not asked"
+        return "asked" if current().should_stop() else "not asked"
 
     run = on_cpu(train, block=False)
     eventually(lambda: run.logs().count("reading") == 2, within=SOON, what="both read")
@@ -461,9 +457,7 @@ def test_a_function_that_reads_is_not_interrupted_in_a_long_step():
 
 
 def train_in_long_steps(folder, seconds):
-    from notebook_accel.rank import this_rank
-
-    context = this_rank.current()
+    context = current()
     path = Path(folder, str(context.rank))
     try:
         while True:
@@ -594,8 +588,6 @@ def test_a_view_that_breaks_ends_no_training(where, block):
 
 
 def test_a_payload_that_cannot_be_sealed_leaves_nothing(monkeypatch, tmp_path):
-    import torch
-
     on_cpu(lambda: 1)
     weights = torch.zeros(1_000_000)
     before, opened = (sorted(os.listdir(tmp_path / "runs")), len(runs())), open_descriptors()
@@ -616,8 +608,6 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(monkeypatch, tmp_path):
 
 def test_a_large_result_goes_with_its_last_handle():
     def train():
-        import torch
-
         return torch.ones(25_000_000)
 
     me = psutil.Process()
@@ -681,10 +671,8 @@ def test_a_launch_that_raised_is_in_the_list_with_its_results():
 
 def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path):
     def train():
-        from notebook_accel.rank import this_rank
-
         print("still here")
-        this_rank.current().metric({"loss": 1.0}, 0)
+        current().metric({"loss": 1.0}, 0)
 
     root = tmp_path / "runs"
     at_open = []
@@ -734,10 +722,10 @@ from notebook_accel.launch.launch_request import LaunchRequest
 def train(how):
     from notebook_accel.rank import this_rank
     print("from an earlier kernel", flush=True)
-    this_rank.current().metric({"loss": float("nan")}, 3)
+    current().metric({"loss": float("nan")}, 3)
     if how == "fails":
         raise ValueError("as it was then")
-    if how == "is killed" and this_rank.current().rank == 1:
+    if how == "is killed" and current().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "is killed":
         time.sleep(0.05)
@@ -811,8 +799,6 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
 
     def train():
-        import tempfile
-
         assert all(isinstance(entry, str) for entry in sys.path)
         names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK")
         # As in a process that began with them, not as in the one from which it was forked.
@@ -856,8 +842,6 @@ def test_copies_that_ran_on_their_own_are_named():
         return 1
 
     def together():
-        import torch.distributed as dist
-
         dist.init_process_group("gloo")
         dist.destroy_process_group()
 
@@ -870,10 +854,8 @@ def test_copies_that_ran_on_their_own_are_named():
 
 def test_notices_are_shown_once_whoever_says_them():
     def train():
-        from notebook_accel.rank import this_rank
-
         for _ in range(2):
-            this_rank.current().notice("mind the step")
+            current().notice("mind the step")
 
     notices = on_cpu(train, notices=["known before"]).state.notices
     assert notices[:2] == ("known before", "mind the step")

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from notebook_accel import (
+    Accelerator,
     ConfigError,
     FullyShardedDataParallelPlugin,
     LaunchConfig,
+    PartialState,
     RunStopped,
     WorkerError,
+    set_seed,
 )
 from notebook_accel.launch.launcher import folder_to_resume
 from notebook_accel.launch.run import call_of
@@ -26,7 +29,6 @@ NUM_BATCHES = 30
 
 def train(rate=0.01, *, width=16, is_slow=False, fsdp=False, own=None):
     """Train two epochs with all that a checkpoint has; return the losses and rates of each step."""
-    from notebook_accel import Accelerator, set_seed
 
     set_seed(3)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
@@ -106,15 +108,12 @@ class Waiting(torch.optim.SGD):
 
 
 def wait_for_the_interrupt(folder):
-    from notebook_accel import PartialState
-
     Path(folder, str(PartialState().process_index)).touch()
     time.sleep(1000)
 
 
 def step_by_step(folder, where="", num_accumulated=1):
     """Train two epochs with a test in each; return the losses. Waits where an interrupt comes."""
-    from notebook_accel import Accelerator, set_seed
 
     set_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_accumulated)
@@ -246,7 +245,6 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path):
 
 def learn(rate=0.01, folder="", **others):
     """Train until a knob says so; return the loss before each step, and where it began."""
-    from notebook_accel import Accelerator, set_seed
 
     set_seed(3)
     accelerator = Accelerator(cpu=True)
@@ -311,8 +309,6 @@ def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing():
             run.clone(**changes)
 
     def plain(lr):
-        from notebook_accel import Accelerator
-
         Accelerator(cpu=True).knob("lr", lr)
 
     def several(first, *others, **named):

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from notebook_accel import ConfigError, wire
 from notebook_accel.actions.scoreboard import Scoreboard
@@ -144,9 +145,6 @@ def test_a_forked_child_knows_its_rank_and_says_nothing():
 
 
 def test_values_of_any_kind_of_number_are_told_as_floats():
-    import numpy as np
-    import torch
-
     context, told, _ = launched()
     numbers = (np.float32(0.5), np.int64(3), torch.tensor(2.0), True)
     context.metric(dict(zip("abcd", numbers, strict=True)))
@@ -156,8 +154,6 @@ def test_values_of_any_kind_of_number_are_told_as_floats():
 
 
 def test_a_step_is_a_whole_number_that_a_message_can_carry():
-    import numpy as np
-
     context, told, _ = launched()
     for step in (np.int64(3), 3.0, 2**63 - 1):
         context.metric({}, step)

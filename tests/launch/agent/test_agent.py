@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from notebook_accel import wire
+from notebook_accel.launch.worker import groups
 from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
@@ -98,8 +99,6 @@ def test_output_comes_before_the_end_of_its_call(agent):
 
 def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent):
     def hear():
-        from notebook_accel.launch.worker import groups
-
         done = []
         groups.disconnect = lambda: done.append(1)
         (worker,) = (each for each in gc.get_objects() if type(each).__name__ == "Worker")

@@ -3,7 +3,9 @@ import weakref
 
 import pytest
 
+from notebook_accel import Accelerator, ConfigError, compare, notebook_launcher, runs
 from notebook_accel.launch.control.curves import metric_curves, number_steps, plot_together
+from notebook_accel.notebook.comparison import original_of
 
 
 def row(name, value, *, rank=0, step=None):
@@ -28,7 +30,6 @@ def test_a_value_without_a_step_has_its_own_count():
 
 def test_a_table_has_steps_and_datetimes():
     pandas = pytest.importorskip("pandas")
-    from notebook_accel import Accelerator, notebook_launcher
 
     def train():
         accelerator = Accelerator()
@@ -54,7 +55,6 @@ def test_many_metrics_make_a_figure_that_a_page_need_not_shrink():
 
 def test_runs_are_drawn_together_by_their_names():
     pytest.importorskip("matplotlib").use("agg")
-    from notebook_accel import Accelerator, ConfigError, compare, notebook_launcher
 
     def train(factor):
         accelerator = Accelerator()
@@ -87,8 +87,6 @@ def test_runs_are_drawn_together_by_their_names():
 
 
 def test_runs_are_sorted_by_any_of_thousands_of_metrics():
-    from notebook_accel import Accelerator, notebook_launcher, runs
-
     def train():
         Accelerator().log({f"m{number}": number for number in range(2_001)})
 
@@ -97,9 +95,6 @@ def test_runs_are_sorted_by_any_of_thousands_of_metrics():
 
 
 def test_the_curves_of_an_original_keep_none_of_its_results():
-    from notebook_accel import Accelerator, notebook_launcher
-    from notebook_accel.notebook.comparison import original_of
-
     def train(rate):
         Accelerator().log({"loss": rate})
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from notebook_accel.launch.setup.states import apply, apply_generators, capture, generators
 from tests.interpreters import run_script
 
 # A notebook: asks its two ranks and then itself what they see, before it has imported a library
@@ -148,7 +149,6 @@ OWN, CELL = partial(OwnHandler, logging.INFO), "of a cell"
 
 def lines_of_rank(make, level, propagates, has_filter):
     """What a rank writes once a cell has set up such a handler, and one of the root logger."""
-    from notebook_accel.launch.setup.states import apply, capture
 
     logger, handler = logging.getLogger(CELL), make()
     if has_filter:
@@ -207,7 +207,6 @@ def test_no_line_of_a_handler_or_a_format_is_lost_in_the_ranks(
 
 def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch):
     """Once it has answered, the function cannot choose devices by CUDA_VISIBLE_DEVICES."""
-    from notebook_accel.launch.setup.states import apply_generators, generators
 
     seeded = []
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -221,8 +220,6 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch):
 
 
 def test_the_arguments_of_a_kernel_stay_with_it(monkeypatch):
-    from notebook_accel.launch.setup.states import capture
-
     app = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
     monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", app)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher", "-f", "c.json"])

@@ -1,5 +1,8 @@
 """What code that asks a person finds in a rank."""
 
+import pdb
+import sys
+
 import pytest
 
 from notebook_accel import WorkerError, notebook_launcher
@@ -14,15 +17,11 @@ def breaks():
 
 
 def debugs():
-    import pdb
-
     pdb.set_trace()
     print("beyond")
 
 
 def reads():
-    import sys
-
     sys.stdin.read()
 
 

@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.launch.worker import torch_fixes
 from notebook_accel.private import of_torch
@@ -19,11 +21,7 @@ from tests.launches import on_cpu
 
 def test_a_backward_leaves_nothing_that_needs_the_gil():
     def train():
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        dist.init_process_group("gloo")
+        distributed.init_process_group("gloo")
         model = DistributedDataParallel(torch.nn.Linear(4, 1))
         stashed = []
 
@@ -32,7 +30,7 @@ def test_a_backward_leaves_nothing_that_needs_the_gil():
 
         model.module.weight.register_hook(look)
         model(torch.ones(2, 4)).sum().backward()
-        dist.destroy_process_group()
+        distributed.destroy_process_group()
         return stashed == [False]
 
     assert on_cpu(train).results == [True, True]
@@ -165,20 +163,16 @@ def test_a_store_whose_arguments_all_go_by_position(monkeypatch):
 
 def test_one_variable_leaves_torch_as_it_is(monkeypatch):
     def look():
-        import torch
-        import torch.distributed as dist
-        from torch.distributed import distributed_c10d
-
-        dist.init_process_group("gloo")
+        distributed.init_process_group("gloo")
         number = torch.ones(1)
-        dist.all_reduce(number)
-        dist.destroy_process_group()
+        distributed.all_reduce(number)
+        distributed.destroy_process_group()
         rendezvous = sys.modules["torch.distributed.rendezvous"]
         places = (
             (torch._C, "_stash_obj_in_tls"),
             (distributed_c10d, "_new_process_group_helper"),
             (rendezvous, "_create_c10d_store"),
-            (dist.TCPStore, "__init__"),
+            (distributed.TCPStore, "__init__"),
         )
         ours = "notebook_accel/launch/worker/torch_fixes.py"
         made = [getattr(getattr(place, name), "__code__", None) for place, name in places]
@@ -214,11 +208,11 @@ from notebook_accel import notebook_launcher
 
 def train():
     import torch
-    import torch.distributed as dist
+    from torch import distributed
 
-    dist.init_process_group("gloo")
+    distributed.init_process_group("gloo")
     number = torch.ones(1)
-    dist.all_reduce(number)
+    distributed.all_reduce(number)
     return int(number)
 
 if __name__ == "__main__":
