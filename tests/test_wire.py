@@ -75,7 +75,6 @@ def test_a_field_of_another_type_is_an_error(kind):
 def test_numbers_that_json_does_not_have():
     values = {"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "whole": 3}
     decoded = decode(encode(wire.Metric(values=values)))
-    assert isinstance(decoded, wire.Metric)
     assert repr(decoded.values) == "{'nan': nan, 'inf': inf, 'minus': -inf, 'whole': 3.0}"
 
 

@@ -38,8 +38,6 @@ def in_notebook(tmp_path_factory):
     file = tmp_path_factory.mktemp("notebook") / "training_of_a_notebook.py"
     file.write_text(SCRIPT)
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     sys.path.insert(0, str(file.parent))

@@ -54,7 +54,6 @@ def test_a_run_of_a_live_kernel(capsys):
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, text=True
         ) as follower:
-            assert follower.stdout is not None
             killer = threading.Timer(250, follower.kill)
             killer.start()
             lines = iter(follower.stdout.readline, "")

@@ -84,6 +84,8 @@ class EngineContract:
     world_size = 2
     # Those of them that share the cores of a machine.
     local_world_size = 2
+    # How often they are stopped at a point: more of it finds more orders of events.
+    num_stops = 1
     # What launches say beside; how far above a rank its agent is; what ACCELERATE_USE_CPU says.
     settings: ClassVar[dict[str, Any]] = {"devices": "cpu"}
     agent_above = 1
@@ -557,44 +559,45 @@ class EngineContract:
         )
         return run
 
-    def test_should_stop_is_true_at_the_same_step(self):
-        def train():
-            step = 0
-            while not current().should_stop():
-                _meet()
-                current().count_step()
-                step += 1
-            return step
-
-        run = self.running(train, n=3)
-        eventually(lambda: run.state.ranks[0].steps > 3, within=BUSY, what="steps are counted")
-        run.stop()
-        steps = run.wait(BUSY).results
-        assert len(set(steps)) == 1
-        assert steps[0] > 0
-        assert run.status == "stopped"
-
-    def test_a_function_that_never_asks_leaves_at_the_same_batch(self):
+    @pytest.mark.parametrize("reads", [True, False], ids=["reads should_stop", "never asks"])
+    def test_all_ranks_leave_at_the_same_point(self, reads, tmp_path):
         def train(folder):
-            step = 0
+            _join_group()
+            me, step = dist.get_rank(), 0
+
+            def count():
+                # Ranks come one after the other: a stop finds some that passed, some that did not.
+                time.sleep(0.005 * me)
+                if reads:
+                    return not current().should_stop()
+                current().count_batch()
+                return True
+
             try:
-                while True:
-                    current().count_batch()
-                    _meet()
+                while count():
+                    _talk()
+                    current().count_step()
                     step += 1
             finally:
-                Path(folder, str(current().rank)).write_text(str(step))
+                Path(folder, f"{me}-{time.time_ns()}").write_text(str(step))
+            return step
 
-        folder = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("steps")
-        folder.mkdir()
-        run = self.running(train, str(folder))
-        eventually(lambda: run.state.ranks[0].batches > 3, within=BUSY, what="batches are counted")
-        run.stop()
-        with pytest.raises(RunStopped):
-            run.wait(BUSY)
-        steps = {path.read_text() for path in folder.iterdir()}
-        assert len(steps) == 1
-        assert run.status == "stopped"
+        for number in range(self.num_stops):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            run = self.running(train, str(folder), n=4)
+            eventually(
+                lambda run=run, n=number: min(rank.steps for rank in run.state.ranks) > 3 + n,
+                within=BUSY,
+                what="steps are counted",
+            )
+            run.stop()
+            with contextlib.nullcontext() if reads else pytest.raises(RunStopped):
+                run.wait(BUSY)
+            assert run.status == "stopped"
+            steps = [int(path.read_text()) for path in folder.iterdir()]
+            assert steps == [steps[0]] * 4
+            assert run.results == (steps if reads else [None] * 4)
 
     def test_stop_interrupts_what_makes_no_progress(self):
         def train():
@@ -948,7 +951,7 @@ class EngineContract:
         run = call(session, hold, block=False)
         eventually(lambda: run.status == "running", within=BUSY, what="it runs")
         run.kill()
-        with pytest.raises(RunStopped):
+        with pytest.raises(RunStopped, match="the run was killed before it had a result"):
             run.wait(BUSY)
         eventually(lambda: session.status == "ended", within=CLEAN, what="its ranks are gone")
         with pytest.raises(LaunchError, match="start them again"):

@@ -114,14 +114,6 @@ def test_the_versions_of_what_carries_the_devices_are_named(monkeypatch, tmp_pat
     assert about("versions").found == "torch 2.13.0, CUDA 13.0, NCCL 2.27.3, NVIDIA driver 570.86"
 
 
-SCRIPT = """
-from notebook_accel import notebook_launcher
-def train():
-    return 7
-print([*notebook_launcher(train, num_processes=2, devices="cpu", view="none")])
-"""
-
-
 @pytest.mark.usefixtures("machine")
 def test_a_runs_folder_that_cannot_be_written_stops(monkeypatch, tmp_path):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "none"))

@@ -116,9 +116,11 @@ def fit(folder, has_logger):
         enable_model_summary=False,
     )
     trainer.fit(Regression(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
-    assert trainer.checkpoint_callback is not None
-    folder_of_checkpoints = str(getattr(trainer.checkpoint_callback, "dirpath", ""))
-    return folder_of_checkpoints, [type(trainer.logger).__name__], trainer.world_size
+    return (
+        str(trainer.checkpoint_callback.dirpath),
+        [type(trainer.logger).__name__],
+        trainer.world_size,
+    )
 
 
 @pytest.mark.long

@@ -40,6 +40,12 @@ def raised(**fields):
     return {**given, **fields}
 
 
+def stop_both(agent, call):
+    for rank in (0, 1):
+        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
+    assert call.ended.wait(SECONDS)
+
+
 def ended_by_a_finalizer(call, during):
     """``during``, in whose first turn the garbage collector finds an object that ends the call."""
 
@@ -80,9 +86,7 @@ def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(where, run, monkey
     eventually(lambda: "after it" in call.state.notices, within=SECONDS, what="it was heard")
     assert call.state.status == "stopping"
     assert isinstance(agent.next(), wire.Stop)
-    for rank in (0, 1):
-        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
-    assert call.ended.wait(SECONDS)
+    stop_both(agent, call)
     assert call.state.status == "stopped"
 
 
@@ -134,9 +138,7 @@ def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run):
     call = run.begin_call()
     [agent] = run.agents
     run.folder.remove()
-    deadline = time.monotonic() + SECONDS
-    while not call.state.notices and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: call.state.notices, within=SECONDS, what="it is told")
     agent.return_all()
     assert call.ended.wait(SECONDS)
     [notice] = call.state.notices
@@ -178,38 +180,6 @@ def test_nothing_new_draws_nothing(run):
     assert len(run.view.drawn) == number
 
 
-def test_a_stop_then_a_harder_one(run):
-    (agent,) = run.agents
-    call = run.begin_call()
-    agent.next()
-    call.stop(grace=3.0)
-    stop = agent.next()
-    assert isinstance(stop, wire.Stop)
-    assert (stop.call, stop.grace, call.state.status) == (1, 3.0, "stopping")
-    call.stop()
-    assert isinstance(agent.next(), wire.Interrupt)
-    for rank in (0, 1):
-        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
-    assert call.ended.wait(SECONDS)
-    assert call.state.status == "stopped"
-    call.stop()
-    call.press(1)
-    call.kill()
-    assert agent.says_nothing_new(), "who has ended is not told to"
-
-
-def test_a_run_that_was_killed_says_so(run):
-    (agent,) = run.agents
-    call = run.begin_call()
-    handle = listed(call)
-    handle.kill()
-    for rank in (0, 1):
-        agent.tell(wire.RankEnded, rank=rank, signal=9, ended_by_agent=True)
-    assert call.ended.wait(SECONDS)
-    with pytest.raises(RunStopped, match="the run was killed before it had a result"):
-        handle.wait()
-
-
 def test_a_time_out_stops_and_then_presses(run):
     (agent,) = run.agents
     call = run.begin_call(timeout=0.1)
@@ -218,9 +188,7 @@ def test_a_time_out_stops_and_then_presses(run):
     kinds = [type(agent.next()) for _ in range(4)]
     assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill]
     assert call.state.timed_out
-    for rank in (0, 1):
-        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
-    assert call.ended.wait(SECONDS)
+    stop_both(agent, call)
     with pytest.raises(TimeoutError, match=r"ended after timeout=0\.1 s: pass a larger timeout="):
         handle.wait()
     call.state = replace(call.state, rescued_as="run.rescued")
@@ -238,9 +206,7 @@ def test_what_was_stopped_before_its_time_was_over_was_stopped(run):
     assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill], (
         "it is ended all the same"
     )
-    for rank in (0, 1):
-        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
-    assert call.ended.wait(SECONDS)
+    stop_both(agent, call)
     with pytest.raises(RunStopped, match="stopped before it had a result"):
         handle.wait()
 

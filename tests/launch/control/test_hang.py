@@ -226,7 +226,6 @@ def test_a_hang_is_told_within_fifteen_seconds_and_taken_back(watched):
     assert (watched.num_asked, watched.state.hang) == (1, None), "one dump proves nothing"
     watched.go_on(3.0)
     hang = watched.state.hang
-    assert hang is not None
     assert hang.is_certain
     before = watched.state
     watched.go_on(1.0)
@@ -276,7 +275,6 @@ def test_a_run_that_is_stopped_keeps_what_was_told(watched):
 def test_a_rank_that_never_answers_holds_nothing_up(watched):
     watched.frames = {0: ALL_REDUCE}
     watched.go_on(20.0)
-    assert watched.state.hang is not None
     assert "rank 1 is silent" in watched.state.hang.text
 
 
@@ -288,7 +286,6 @@ def test_a_rank_that_is_suspended_is_told_at_once_and_taken_back(watched):
     watched.go_on(4.0, steps=True)
     assert watched.state.hang is None, "a debugger that only looks lets it go on"
     watched.go_on(2.0, steps=True)
-    assert watched.state.hang is not None
     assert watched.state.hang.text.startswith("rank 0 is suspended")
     before = watched.state.hang
     watched.go_on(2.0, steps=True)

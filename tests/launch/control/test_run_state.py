@@ -37,12 +37,6 @@ def bar(number, n=0, **fields):
     return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, **fields)
 
 
-def test_a_bar_is_updated_in_its_place(state):
-    state = after(state, bar(1), bar(2), bar(1, 5, rate=2.0), bar(2, 7, closed=True))
-    told = [(each.bar, each.n, each.rate, each.closed) for each in state.ranks[0].bars]
-    assert told == [(1, 5, 2.0, False), (2, 7, None, True)]
-
-
 def test_the_bar_of_the_epochs_outlives_many_others(state):
     state = after(state, bar(1, 0))
     for number in range(2, 2000):
@@ -107,16 +101,6 @@ def test_what_is_kept_of_a_flood_is_small(state):
 
 
 # ---- notices -------------------------------------------------------------------------------
-
-
-def test_a_notice_is_kept_once(state):
-    state = after(
-        state,
-        wire.Notice(rank=0, text="mind"),
-        wire.Notice(rank=1, text="mind"),
-        wire.Notice(text="known"),
-    )
-    assert state.notices == ("known", "mind")
 
 
 # ---- ends ----------------------------------------------------------------------------------

@@ -161,7 +161,6 @@ def test_an_exception_is_the_cause_itself():
     # The frames that lead to the user's function are ours and of no use.
     assert "engines/inline.py" not in caught.value.traceback
     run = caught.value.run
-    assert run is not None
     assert (run.status, run.results) == ("failed", [None])
     assert "missing" in run.state.error
     with pytest.raises(WorkerError):

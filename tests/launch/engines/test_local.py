@@ -167,7 +167,6 @@ def test_what_began_in_the_session_of_an_agent_is_ended_also_where_that_dies_lat
         stdout=subprocess.PIPE,
         start_new_session=True,
     ) as agent:
-        assert agent.stdout is not None
         orphan = int(agent.stdout.readline())
         late = threading.Timer(0.1, agent.kill)
         monkeypatch.setattr(processes, "kill_tree", lambda _: late.start())

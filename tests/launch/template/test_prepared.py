@@ -182,7 +182,6 @@ print("started", flush=True)
 time.sleep(99)
 """
     kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert kernel.stdout is not None
     with kernel.stdout:
         assert kernel.stdout.readline() == "started\n"
     eventually(lambda: libraries.times("slow_lib"), within=SECONDS, what="it imports")

@@ -102,7 +102,6 @@ def test_figures_and_rich_values_are_sent_and_text_is_printed():
     handles = run[0]
     assert all(re.fullmatch(r"IPython\.core\.display\w*\.DisplayHandle", one) for one in handles)
     kept = call_of(run).folder.load()
-    assert kept is not None
     assert kept.ranks[0].displays == found, "and so it is kept on disk"
     log = run.logs(0)
     assert "step" not in log

@@ -204,7 +204,6 @@ def test_a_stream_of_the_users_own_hides_no_error(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     parcel = payload.pack_call(leave, (KeyError("lost"),)).parcel
     ended, _ = outcome_of(parcel, new_context())
-    assert isinstance(ended, wire.Raised)
     assert ended.type_name == "KeyError"
 
 
@@ -241,7 +240,6 @@ def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it():
     parcel = payload.pack_call(len, (large,)).parcel
     before = open_descriptors()
     ended, _ = outcome_of(parcel, new_context(), is_interrupted=True)
-    assert isinstance(ended, wire.Raised)
     assert ended.kind == "interrupted"
     assert parcel.fds
     assert not [one for one in open_descriptors() - before if "memfd:notebook_accel" in one]
