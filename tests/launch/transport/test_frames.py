@@ -122,18 +122,6 @@ def test_what_an_agent_is_told_about_a_call_comes_after_the_call(pair):
         os.close(fd)
 
 
-def test_a_message_with_several_segments(pair):
-    one, other = pair
-    (message, first), (_, second) = returned(0, BIG), returned(0, BIG[:100_000])
-    one.post(message, (*first, *second))
-    [(_, fds)] = pump(one, other, 1)
-    assert all(
-        os.fstat(fd).st_size >= size for fd, size in zip(fds, (len(BIG), 100_000), strict=True)
-    )
-    for fd in (*first, *second, *fds):
-        os.close(fd)
-
-
 def test_a_log_goes_on_while_a_value_is_sent(pair, tmp_path):
     one, other = pair
     source, copy = tmp_path / "source", tmp_path / "copy"
