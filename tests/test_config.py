@@ -325,21 +325,10 @@ def test_a_file_that_makes_no_sense_is_named(text, said, tmp_path):
 def test_accelerates_file(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(
-        "compute_environment: LOCAL_MACHINE\n"
-        "debug: false\n"
-        "distributed_type: MULTI_GPU\n"
-        "downcast_bf16: 'no'\n"
-        "enable_cpu_affinity: false\n"
-        "gpu_ids: 1,3\n"
-        "machine_rank: 0\n"
-        "main_process_port: 29512\n"
-        "main_training_function: main\n"
-        "mixed_precision: bf16\n"
-        "num_machines: 1\n"
-        "num_processes: 2\n"
-        "rdzv_backend: static\n"
-        "same_network: true\n"
-        "tpu_env: []\n"
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_GPU\n"
+        "downcast_bf16: 'no'\nenable_cpu_affinity: false\ngpu_ids: 1,3\nmachine_rank: 0\n"
+        "main_process_port: 29512\nmain_training_function: main\nmixed_precision: bf16\n"
+        "num_machines: 1\nnum_processes: 2\nrdzv_backend: static\nsame_network: true\ntpu_env: []\n"
         "use_cpu: false\n"
     )
     assert LaunchConfig.load(path) == LaunchConfig(
@@ -384,18 +373,11 @@ def test_what_of_accelerates_file_cannot_be_had_is_named(line, tmp_path):
 def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(
-        "compute_environment: LOCAL_MACHINE\n"
-        "distributed_type: FSDP\n"
-        "fsdp_config:\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n"
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
-        "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n"
-        "  fsdp_offload_params: 'No'\n"
-        "  fsdp_use_orig_params: true\n"
-        "  fsdp_version: 2\n"
-        "num_processes: 4\n"
-        "parallelism_config:\n"
-        "  parallelism_config_dp_shard_size: 2\n"
-        "  parallelism_config_tp_size: 2\n"
+        "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n  fsdp_offload_params: 'No'\n"
+        "  fsdp_use_orig_params: true\n  fsdp_version: 2\nnum_processes: 4\nparallelism_config:\n"
+        "  parallelism_config_dp_shard_size: 2\n  parallelism_config_tp_size: 2\n"
     )
     assert LaunchConfig.load(path) == LaunchConfig(
         num_processes=4,
@@ -408,20 +390,13 @@ def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path):
         parallelism={"dp_shard_size": 2, "tp_size": 2},
     )
     path.write_text(  # all that `accelerate config` asks for in version 1
-        "distributed_type: FSDP\n"
-        "fsdp_config:\n"
-        "  fsdp_activation_checkpointing: false\n"
-        "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
-        "  fsdp_backward_prefetch: BACKWARD_PRE\n"
-        "  fsdp_cpu_ram_efficient_loading: true\n"
-        "  fsdp_forward_prefetch: false\n"
-        "  fsdp_min_num_params: 100000000\n"
-        "  fsdp_offload_params: false\n"
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing: false\n"
+        "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_backward_prefetch: BACKWARD_PRE\n"
+        "  fsdp_cpu_ram_efficient_loading: true\n  fsdp_forward_prefetch: false\n"
+        "  fsdp_min_num_params: 100000000\n  fsdp_offload_params: false\n"
         "  fsdp_reshard_after_forward: HYBRID_SHARD_ZERO2\n"
-        "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
-        "  fsdp_sync_module_states: true\n"
-        "  fsdp_use_orig_params: true\n"
-        "  fsdp_version: 1\n"
+        "  fsdp_state_dict_type: SHARDED_STATE_DICT\n  fsdp_sync_module_states: true\n"
+        "  fsdp_use_orig_params: true\n  fsdp_version: 1\n"
     )
     assert LaunchConfig.load(path).fsdp == {
         "activation_checkpointing": False,
@@ -461,16 +436,10 @@ def test_numbers_in_accelerates_file(section, fsdp, tmp_path):
 def test_accelerates_file_for_deepspeed(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(
-        "compute_environment: LOCAL_MACHINE\n"
-        "distributed_type: DEEPSPEED\n"
-        "deepspeed_config:\n"
-        "  deepspeed_multinode_launcher: standard\n"
-        "  gradient_accumulation_steps: auto\n"
-        "  gradient_clipping: 1\n"
-        "  offload_optimizer_device: none\n"
-        "  zero3_init_flag: 'true'\n"
-        "  zero_stage: 3\n"
-        "num_processes: 2\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
+        "  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: auto\n"
+        "  gradient_clipping: 1\n  offload_optimizer_device: none\n  zero3_init_flag: 'true'\n"
+        "  zero_stage: 3\nnum_processes: 2\n"
     )
     given = {"gradient_clipping": 1, "offload_optimizer_device": "none", "zero3_init_flag": True}
     expected = LaunchConfig(num_processes=2, deepspeed={**given, "zero_stage": 3})
@@ -494,18 +463,10 @@ def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path):
     """What reaches its ranks by variables reaches ours by them; what nothing reads is named."""
     path = tmp_path / "default_config.yaml"
     path.write_text(
-        "compute_environment: LOCAL_MACHINE\n"
-        "downcast_bf16: 'yes'\n"
-        "dynamo_config:\n"
-        "  dynamo_backend: INDUCTOR\n"
-        "  dynamo_use_dynamic: false\n"
-        "fp8_config:\n"
-        "  backend: AO\n"
-        "  enable_fsdp_float8_all_gather: false\n"
-        "  margin: 2\n"
-        "  pad_inner_dim: false\n"
-        "mixed_precision: fp8\n"
-        "mpirun_config: {}\n"
+        "compute_environment: LOCAL_MACHINE\ndowncast_bf16: 'yes'\ndynamo_config:\n"
+        "  dynamo_backend: INDUCTOR\n  dynamo_use_dynamic: false\nfp8_config:\n  backend: AO\n"
+        "  enable_fsdp_float8_all_gather: false\n  margin: 2\n  pad_inner_dim: false\n"
+        "mixed_precision: fp8\nmpirun_config: {}\n"
     )
     variables = {
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",

@@ -14,6 +14,7 @@ from multiprocessing import util
 
 import pytest
 import torch
+from ipykernel.kernelbase import Kernel
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
@@ -159,18 +160,18 @@ def _modules_with_classes():
 # ---------------------------------------------------------------- what they are
 
 
-def _parameters(function):
-    return list(inspect.signature(function).parameters)
+def _takes(owner, name, *parameters):
+    """Whether a function takes these; "..." are those at the end that do not matter."""
+    found, expected = [*inspect.signature(getattr(owner, name)).parameters], [*parameters]
+    if expected[-1:] == [...]:
+        found[len(expected) - 1 :] = [...]
+    return found == expected
 
 
 @cache
 def _seen_in_a_group():
     """What a process finds that has a process group, alone in it."""
     return set(run_script(_LOOKS_IN_A_GROUP).split())
-
-
-def _is_in_a_group(name):
-    return name in _seen_in_a_group()
 
 
 _LOOKS_IN_A_GROUP = """
@@ -230,11 +231,6 @@ with wrapped.join(divide_by_initial_world_size=False):
 """
 
 
-def _unscales():
-    expected = ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
-    return _parameters(torch.amp.GradScaler._unscale_grads_) == expected
-
-
 def _records_nccl():
     native = torch._C._distributed_c10d
     return not torch.distributed.is_nccl_available() or hasattr(native, "_dump_nccl_trace")
@@ -272,10 +268,6 @@ def _knows_parts_of_module():
     return [*found] == ["0"] and [*weights] == ["weight", "bias"]
 
 
-def _keeps_iterator():
-    return hasattr(DataLoader([0]), "_iterator")
-
-
 def _has_storage():
     typed = torch.storage.TypedStorage(4, dtype=torch.uint8)
     return isinstance(of_torch.untyped_storage(typed), torch.UntypedStorage)
@@ -289,36 +281,8 @@ def _calls_at_end_of_backward():
     return called == [1]
 
 
-def _stores_parts():
-    stored = of_torch.part_of_file({"relative_path": "a", "offset": 0, "length": 1})
-    return bool(stored.length == 1)
-
-
-def _loads_tensors():
-    return "torch._utils._rebuild_tensor_v2" in of_torch.loadable_names()
-
-
-def _rotates():
-    of_torch.set_rotate_method("allgather")
-    return True
-
-
-def _makes_stores():
-    expected = ("hostname", "port", "rank", "world_size", "timeout")
-    module = sys.modules["torch.distributed.rendezvous"]
-    return tuple(_parameters(module._create_c10d_store)[:5]) == expected
-
-
-def _reads_stash():
-    return callable(torch._C._stash_obj_in_tls)
-
-
 def _source_has(module, text):
     return text in inspect.getsource(importlib.import_module(module))
-
-
-def _kernel():
-    return importlib.import_module("ipykernel.kernelbase").Kernel
 
 
 # In a process of its own: a kernel's shell stays in the process that made it.
@@ -331,21 +295,15 @@ assert kernel.get_parent("shell")["header"]["session"] == "a"
 """
 
 
-def _has_parent():
-    return run_script(_ASKS_FOR_THE_PARENT) == ""
-
-
 def _routes_replies():
     version = importlib.metadata.version("ipykernel").split(".")[:2]
     is_older = tuple(map(int, version)) < (7, 4)
     return is_older or _source_has("ipykernel.kernelbase", '"_reply_subshell_for"')
 
 
-# Whose types do not know their private names.
-_thread_functions = threading
-_exit_functions = atexit
-_finalizers = util
-_process = multiprocessing.current_process()
+def _loads_tensors():
+    return "torch._utils._rebuild_tensor_v2" in of_torch.loadable_names()
+
 
 # What cannot be seen without another library, or several ranks: by a text in the source.
 _IN_SOURCES = {
@@ -364,67 +322,64 @@ _IN_A_GROUP = (
     *("_flatten", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param", "_spec"),
     *("_dump_fr_trace", "_join_config", "_divide_by_initial_world_size"),
 )
+_TAKE = [
+    ("torch", torch.amp.GradScaler, "_unscale_grads_")
+    + ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
+    ("torch", distributed_c10d, "_new_process_group_helper", "group_size", "group_rank", ...),
+    ("torch", distributed_c10d, "_abort_process_group", "group"),
+    ("torch", sys.modules["torch.distributed.rendezvous"], "_create_c10d_store")
+    + ("hostname", "port", "rank", "world_size", "timeout", ...),
+    ("python", threading, "_shutdown"),
+    ("python", util, "_run_finalizers", "minpriority"),
+    ("ipykernel", Kernel, "_publish_status", "self", "status", "channel", "parent"),
+]
+_OTHERS = {
+    "torch": {
+        "_C": lambda: callable(torch._C._stash_obj_in_tls),
+        "_stash_obj_in_tls": lambda: callable(torch._C._stash_obj_in_tls),
+        "_world": lambda: (
+            distributed_c10d._world.group_count,
+            distributed_c10d._world.pg_backend_config,
+        ),
+        "_attention": lambda: of_torch.set_rotate_method("allgather") is None,
+        "_StorageInfo": lambda: (
+            of_torch.part_of_file({"relative_path": "a", "offset": 0, "length": 1}).length == 1
+        ),
+        "_found_inf_per_device": _tells_of_overflow,
+        "_modules": _knows_parts_of_module,
+        "_parameters": _knows_parts_of_module,
+        "_orig_mod": _knows_compiled,
+        "_torchdynamo_orig_callable": _knows_compiled,
+        "_dump_nccl_trace": _records_nccl,
+        "_version": _counts_changes,
+        "_execution_engine": _calls_at_end_of_backward,
+        "_iterator": lambda: hasattr(DataLoader([0]), "_iterator"),
+        "_untyped_storage": _has_storage,
+        "_weights_only_unpickler": _loads_tensors,
+        "_get_allowed_globals": _loads_tensors,
+    },
+    "python": {
+        "_clear": lambda: callable(atexit._clear),
+        "_run_exitfuncs": lambda: callable(atexit._run_exitfuncs),
+        "_exit_function": lambda: callable(util._exit_function),
+        "_config": lambda: "semprefix" in multiprocessing.current_process()._config,
+    },
+    "ipykernel": {
+        "_shell_parent": lambda: run_script(_ASKS_FOR_THE_PARENT) == "",
+        "_reply_subshell_for": _routes_replies,
+    },
+}
 CHECKS = [
-    *(("torch", name, partial(_is_in_a_group, name)) for name in _IN_A_GROUP),
+    *(("torch", name, lambda name=name: name in _seen_in_a_group()) for name in _IN_A_GROUP),
     *(
         (library, name, partial(_source_has, f"{library}.{module}", text))
         for (library, name), (module, text) in _IN_SOURCES.items()
     ),
-    ("torch", "_C", _reads_stash),
-    ("torch", "_stash_obj_in_tls", _reads_stash),
-    (
-        "torch",
-        "_new_process_group_helper",
-        lambda: (
-            _parameters(distributed_c10d._new_process_group_helper)[:2]
-            == ["group_size", "group_rank"]
-        ),
+    *(
+        (library, name, partial(_takes, owner, name, *rest))
+        for library, owner, name, *rest in _TAKE
     ),
-    ("torch", "_create_c10d_store", _makes_stores),
-    (
-        "torch",
-        "_world",
-        lambda: all(
-            hasattr(distributed_c10d._world, n) for n in ("group_count", "pg_backend_config")
-        ),
-    ),
-    (
-        "torch",
-        "_abort_process_group",
-        lambda: _parameters(distributed_c10d._abort_process_group) == ["group"],
-    ),
-    ("torch", "_attention", _rotates),
-    ("torch", "_StorageInfo", _stores_parts),
-    ("torch", "_unscale_grads_", _unscales),
-    ("torch", "_found_inf_per_device", _tells_of_overflow),
-    ("torch", "_modules", _knows_parts_of_module),
-    ("torch", "_parameters", _knows_parts_of_module),
-    ("torch", "_orig_mod", _knows_compiled),
-    ("torch", "_torchdynamo_orig_callable", _knows_compiled),
-    ("torch", "_dump_nccl_trace", _records_nccl),
-    ("torch", "_version", _counts_changes),
-    ("torch", "_execution_engine", _calls_at_end_of_backward),
-    ("torch", "_iterator", _keeps_iterator),
-    ("torch", "_untyped_storage", _has_storage),
-    ("torch", "_weights_only_unpickler", _loads_tensors),
-    ("torch", "_get_allowed_globals", _loads_tensors),
-    ("python", "_shutdown", lambda: _parameters(_thread_functions._shutdown) == []),
-    ("python", "_clear", lambda: callable(_exit_functions._clear)),
-    ("python", "_run_exitfuncs", lambda: callable(_exit_functions._run_exitfuncs)),
-    (
-        "python",
-        "_run_finalizers",
-        lambda: _parameters(_finalizers._run_finalizers) == ["minpriority"],
-    ),
-    ("python", "_exit_function", lambda: callable(_finalizers._exit_function)),
-    ("python", "_config", lambda: "semprefix" in _process._config),
-    (
-        "ipykernel",
-        "_publish_status",
-        lambda: _parameters(_kernel()._publish_status)[1:] == ["status", "channel", "parent"],
-    ),
-    ("ipykernel", "_shell_parent", _has_parent),
-    ("ipykernel", "_reply_subshell_for", _routes_replies),
+    *((library, name, check) for library, of in _OTHERS.items() for name, check in of.items()),
 ]
 
 

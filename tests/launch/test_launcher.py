@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -556,9 +556,8 @@ def test_a_view_that_breaks_ends_no_training(where, block):
         time.sleep(0.3)
         return 1
 
-    view, broken = View(), Mock(side_effect=ZeroDivisionError)
-    setattr(view, where, broken)
-    assert on_cpu(train, n=1, view=view, block=block).wait(SOON).results == [1]
+    with patch.object(View, where, autospec=True, side_effect=ZeroDivisionError) as broken:
+        assert on_cpu(train, n=1, view=View(), block=block).wait(SOON).results == [1]
     assert broken.called
 
 
