@@ -322,13 +322,14 @@ _IN_A_GROUP = (
     *("_flatten", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param", "_spec"),
     *("_dump_fr_trace", "_join_config", "_divide_by_initial_world_size"),
 )
+_OF_SCALER = ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16")
+_OF_STORE = ("hostname", "port", "rank", "world_size", "timeout", ...)
+_RENDEZVOUS = sys.modules["torch.distributed.rendezvous"]
 _TAKE = [
-    ("torch", torch.amp.GradScaler, "_unscale_grads_")
-    + ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
+    ("torch", torch.amp.GradScaler, "_unscale_grads_", *_OF_SCALER),
     ("torch", distributed_c10d, "_new_process_group_helper", "group_size", "group_rank", ...),
     ("torch", distributed_c10d, "_abort_process_group", "group"),
-    ("torch", sys.modules["torch.distributed.rendezvous"], "_create_c10d_store")
-    + ("hostname", "port", "rank", "world_size", "timeout", ...),
+    ("torch", _RENDEZVOUS, "_create_c10d_store", *_OF_STORE),
     ("python", threading, "_shutdown"),
     ("python", util, "_run_finalizers", "minpriority"),
     ("ipykernel", Kernel, "_publish_status", "self", "status", "channel", "parent"),
