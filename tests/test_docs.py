@@ -18,6 +18,7 @@ from tests.kernel.notebooks import open_notebook
 from tests.public import PACKAGE, public_names
 
 DOCS = PACKAGE.parent / "docs"
+README = DOCS.parent / "README.md"
 PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("[!n]*/*.md"))
 # A comment above a block may say that it must raise, or why it cannot run here.
 BLOCK = re.compile(
@@ -73,7 +74,7 @@ def test_the_blocks_of_a_page_run_in_a_new_kernel_one_after_the_other(page, tmp_
                 notebook.run(text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_the_commands_of_shell_blocks_exist(page):
     makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
     for _, _, text in blocks(page, "sh"):

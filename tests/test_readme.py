@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from importlib.metadata import metadata
 
 import pytest
@@ -44,17 +43,6 @@ def test_python_blocks_run_in_a_new_kernel_and_the_cell_for_colab_installs_the_c
         assert float(right) > 0.8
         notebook.run(f"%cd {os.fspath(tmp_path)}")
         assert "Would install notebook-accel" in notebook.run(install)
-
-
-def test_the_commands_of_shell_blocks_exist():
-    makefile = (TREE / "Makefile").read_text(encoding="utf-8")
-    commands = [
-        shlex.split(line, comments=True) for one in blocks("sh") for line in one.split("\n")
-    ]
-    targets = {words[1] for words in commands if words[:1] == ["make"]}
-    assert {"demo", "test"} <= targets
-    assert all(f"\n{target}: " in makefile for target in targets)
-    assert {words[0] for words in commands if words} == {"make"}
 
 
 def test_each_extra_link_and_benchmark_that_is_named_exists():

@@ -75,7 +75,7 @@ def start(function, *args, ranks=2, engine="local", **asked):
 
 
 def trains(run):
-    eventually(lambda: bool(run.state.knobs), within=SOON, what="the knob is known")
+    eventually(lambda: bool(run.state.knobs), what="the knob is known")
 
 
 def same(one, other):
@@ -152,11 +152,11 @@ def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop():
         run.save()
     run.set(lr=0.5)
     run.go_on()
-    eventually(lambda: run.state.knobs["lr"].value == 0.5, within=SOON, what="the new rate")
+    eventually(lambda: run.state.knobs["lr"].value == 0.5, what="the new rate")
     assert run.status == "running"
     run.save()
     has_steps = lambda: all(rank.batches for rank in run.state.ranks)  # noqa: E731
-    eventually(has_steps, within=SOON, what="the ranks say that they train")
+    eventually(has_steps, what="the ranks say that they train")
     with pytest.raises(ConfigError, match=r"rate=1.*no such knob; it has lr"):
         run.set(rate=1)
     run.set(lr=1)
@@ -268,6 +268,6 @@ def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob_and_the_log_says_s
     assert list(tmp_path.iterdir())
     again = start(train, 100_000, kwargs=arguments)
     trains(again)
-    eventually(lambda: all(r.batches for r in again.state.ranks), within=SOON, what="batches")
+    eventually(lambda: all(r.batches for r in again.state.ranks), what="batches")
     again.stop()
     assert {rate for one in again for rate in one["rates"]} == {0.125}

@@ -157,7 +157,7 @@ def test_nothing_is_left_of_a_launch_that_is_killed(folder):
         texts = [file.read_text() for file in folder.glob("pids-*")]
         return [int(word) for text in texts if text.endswith(".") for word in text.split()[:2]]
 
-    eventually(lambda: len(pids()) == 4, within=BUSY, what="the ranks run")
+    eventually(lambda: len(pids()) == 4, what="the ranks run")
     process.kill()
     process.wait()
     eventually(lambda: not any(map(lives, pids())), within=BUSY, what="they have ended")

@@ -447,9 +447,9 @@ class EngineContract:
 
         folder = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).parent
         run = self.launch(train, str(folder), block=False)
-        eventually(lambda: run.state.ranks[0].returned, within=BUSY, what="rank 0 returned")
+        eventually(lambda: run.state.ranks[0].returned, what="rank 0 returned")
         # Until its process ended, and what it left was looked for.
-        eventually(lambda: not psutil.pid_exists(run.pids[0]), within=BUSY, what="rank 0 ended")
+        eventually(lambda: not psutil.pid_exists(run.pids[0]), what="rank 0 ended")
         time.sleep(0.3)
         (folder / "go").touch()
         assert run.wait(BUSY).results == [True, True]
@@ -496,10 +496,10 @@ class EngineContract:
 
         go = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("go")
         run = self.launch(train, str(go), block=False)
-        eventually(lambda: run.status == "running", within=BUSY, what="the run began")
+        eventually(lambda: run.status == "running", what="the run began")
         before = template().pid
         os.kill(before, signal.SIGKILL)
-        eventually(lambda: template().pid != before, within=BUSY, what="a new template")
+        eventually(lambda: template().pid != before, what="a new template")
         go.touch()
         assert run.wait(BUSY).results == [5] * self.world_size
         assert self.launch(train, str(go)).results == [5] * self.world_size
@@ -510,9 +510,7 @@ class EngineContract:
         """A run whose ranks have all called the function."""
         run = self.launch(function, *args, block=False, **options)
         eventually(
-            lambda: all(rank.status == "running" for rank in run.state.ranks),
-            within=BUSY,
-            what="all ranks run",
+            lambda: all(rank.status == "running" for rank in run.state.ranks), what="all ranks run"
         )
         return run
 
@@ -545,7 +543,6 @@ class EngineContract:
             run = self.running(train, str(folder), n=4)
             eventually(
                 lambda run=run, n=number: min(rank.steps for rank in run.state.ranks) > 3 + n,
-                within=BUSY,
                 what="steps are counted",
             )
             run.stop()
@@ -653,7 +650,7 @@ class EngineContract:
             return "done"
 
         run = self.launch(train, block=False)
-        eventually(lambda: "says nothing" in str(run.state.notices), within=BUSY, what="it is told")
+        eventually(lambda: "says nothing" in str(run.state.notices), what="it is told")
         for process in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
@@ -670,7 +667,7 @@ class EngineContract:
         try:
             # A run is running as soon as one rank is: the other may not be in the function yet.
             inside = [tmp_path / str(rank) for rank in range(self.world_size)]
-            eventually(lambda: all(map(Path.exists, inside)), within=BUSY, what="all are inside")
+            eventually(lambda: all(map(Path.exists, inside)), what="all are inside")
             text = run.stacks()
             assert "rank 0" in text
             assert text.count("in train") == self.world_size
@@ -694,7 +691,6 @@ class EngineContract:
         try:
             eventually(
                 lambda: run.status == "failed" or run.stacks().count("in train") == 8,
-                within=BUSY,
                 what="all are inside",
             )
             assert run.status == "running"
@@ -849,7 +845,7 @@ class EngineContract:
 
         for _ in range(2):
             run = call(session, loop, block=False)
-            eventually(lambda run=run: run.state.ranks[0].steps > 3, within=BUSY, what="it runs")
+            eventually(lambda run=run: run.state.ranks[0].steps > 3, what="it runs")
             with pytest.raises(LaunchError, match="still in a call"):
                 call(session, loop)
             run.stop()
@@ -890,7 +886,7 @@ class EngineContract:
             _hold_the_gil()
 
         run = call(session, hold, block=False)
-        eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+        eventually(lambda: run.status == "running", what="it runs")
         run.kill()
         with pytest.raises(RunStopped, match="the run was killed before it had a result"):
             run.wait(BUSY)
@@ -907,7 +903,7 @@ class EngineContract:
         run.kill()
         # Longer than the thread of an idle session sleeps, and an agent may be deaf.
         until = time.monotonic() + 1.0
-        eventually(lambda: time.monotonic() > until, within=BUSY, what="time passed")
+        eventually(lambda: time.monotonic() > until, what="time passed")
         assert call(session, os.getpid).results == run.pids
 
     @pytest.mark.parametrize("how", ["kill", "close"])
@@ -917,7 +913,7 @@ class EngineContract:
             return 7
 
         run = call(session, hold, block=False)
-        eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+        eventually(lambda: run.status == "running", what="it runs")
         session.kill() if how == "kill" else session.close(grace=0.1)
         with pytest.raises(RunStopped):
             run.wait(BUSY)
@@ -972,7 +968,7 @@ class EngineContract:
             plain(self)
             os.kill(os.getpid(), signal.SIGINT)
             ready = lambda: all(each.status == "ready" for each in self.processes)  # noqa: E731
-            eventually(ready, within=BUSY, what="its ranks are there")
+            eventually(ready, what="its ranks are there")
 
         monkeypatch.setattr(pool.RankPool, "start", start)
         with pytest.raises(KeyboardInterrupt):

@@ -193,7 +193,7 @@ def test_the_handle_comes_before_the_machines(other, monkeypatch):
 
     def command(run):
         texts = []
-        eventually(lambda: texts.extend(run.state.notices) or texts, within=BUSY, what="it is said")
+        eventually(lambda: texts.extend(run.state.notices) or texts, what="it is said")
         found = re.search(r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (\S+)", texts[-1])
         return found[2], found[1]
 
@@ -309,14 +309,14 @@ def test_a_machine_that_is_lost_ends_the_run(number, other, files_of_other):
         time.sleep(600)
 
     run = on_two(train, other=other, block=False)
-    eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+    eventually(lambda: run.status == "running", what="it runs")
     other.process.send_signal(number)
     with pytest.raises(WorkerError) as caught:
         run.wait(BUSY)
     other.process.wait(BUSY)
     assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
     assert f"on {socket.gethostname()} (127.0.0.1) was lost" in str(caught.value)
-    eventually(lambda: not files_left(files_of_other), within=BUSY, what="it keeps nothing")
+    eventually(lambda: not files_left(files_of_other), what="it keeps nothing")
 
 
 @pytest.mark.long
@@ -329,7 +329,7 @@ def test_an_agent_that_is_killed_leaves_no_file(other, files_of_other):
 
     with pytest.raises(WorkerError, match="SIGKILL"):
         on_two(train, other=other)
-    eventually(lambda: not files_left(files_of_other), within=BUSY, what="it keeps nothing")
+    eventually(lambda: not files_left(files_of_other), what="it keeps nothing")
 
 
 def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other):
@@ -345,7 +345,7 @@ def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other):
 
     run = on_two(train, other=other, block=False)
     # A rank that has counted nothing yet gets one second: on a busy machine it may come later.
-    eventually(lambda: all(one.steps for one in run.state.ranks), within=BUSY, what="all run")
+    eventually(lambda: all(one.steps for one in run.state.ranks), what="all run")
     other.process.send_signal(signal.SIGSTOP)
     time.sleep(8)
     other.process.send_signal(signal.SIGCONT)
@@ -554,9 +554,7 @@ def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(other, tmp_
         return os.environ["WORLD_SIZE"]
 
     def runs_on(size):
-        eventually(
-            lambda: (run.world_size, run.status) == (size, "running"), within=BUSY, what="it runs"
-        )
+        eventually(lambda: (run.world_size, run.status) == (size, "running"), what="it runs")
         with pytest.raises(LaunchError, match="no notebook waits at"):
             join(*given[0], tell=lambda _: None)
 

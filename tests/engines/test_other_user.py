@@ -88,7 +88,7 @@ def test_a_child_that_changed_its_user_holds_up_no_run(tmp_path):
     finally:
         kernel.kill()
         # They really were out of reach, and nothing else is left.
-        eventually(lambda: len(marked("MARK", mark)) <= 6, within=SOON, what="ours are gone")
+        eventually(lambda: len(marked("MARK", mark)) <= 6, what="ours are gone")
         left = [process.pid for process in marked("MARK", mark)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)

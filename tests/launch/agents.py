@@ -122,10 +122,8 @@ class AgentByHand:
     def close(self) -> None:
         ranks = [process.pid for process in below(self.pid)]
         self.channel.close()
-        eventually(lambda: not self.alive, within=SECONDS, what="the agent ended")
-        eventually(
-            lambda: not any(map(psutil.pid_exists, ranks)), within=SECONDS, what="its ranks ended"
-        )
+        eventually(lambda: not self.alive, what="the agent ended")
+        eventually(lambda: not any(map(psutil.pid_exists, ranks)), what="its ranks ended")
 
 
 @contextlib.contextmanager

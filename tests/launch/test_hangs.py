@@ -88,9 +88,7 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(tmp_path, monkeypa
     try:
         for run in runs:
             run.add_done_callback(lambda run: told_of.append((run, run.status)))
-            eventually(
-                lambda run=run: run.logs().count("begun") == 2, within=60, what="all have begun"
-            )
+            eventually(lambda run=run: run.logs().count("begun") == 2, what="all have begun")
         began = time.monotonic()
         while not (skipped.state.hang and crossed.state.hang and received.state.hang):
             assert time.monotonic() < began + _SECONDS, "the hangs are told in time"
@@ -129,17 +127,17 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(tmp_path, monkeypa
         eventually(lambda: computed.state.hang, within=_SECONDS, what="the third waits")
         waits = computed.state.hang
         assert not waits.is_certain
-        eventually(lambda: len(told_of) == 3, within=10, what="the hangs are told")
+        eventually(lambda: len(told_of) == 3, what="the hangs are told")
         assert {*told_of} == {(run, "running") for run in (skipped, crossed, received)}
         (tmp_path / "end").touch()
         computed.wait(timeout=30)
         assert computed.status == "succeeded"
-        eventually(lambda: len(told_of) == 4, within=10, what="callbacks are told")
+        eventually(lambda: len(told_of) == 4, what="callbacks are told")
         assert told_of[3] == (computed, "succeeded")
     finally:
         for run in runs:
             run.kill()
-            eventually(lambda run=run: run.state.has_ended, within=30, what="it has ended")
+            eventually(lambda run=run: run.state.has_ended, what="it has ended")
 
 
 def waits_beside_a_busy_thread(kind):
@@ -164,7 +162,7 @@ def test_stacks_of_a_busy_rank_are_read_and_do_no_harm(kind):
     run = on_cpu(waits_beside_a_busy_thread, kind, grace=2.0, block=False)
     try:
         word = "begun" if kind == "holds the GIL" else "works"
-        eventually(lambda: run.logs().count(word) == 2, within=60, what="both have begun")
+        eventually(lambda: run.logs().count(word) == 2, what="both have begun")
         stacks = run.stacks()
         assert stacks.count("in waits_beside_a_busy_thread") == 2
         assert stacks.count("in work") == (0 if kind == "holds the GIL" else 2)
@@ -183,7 +181,7 @@ def test_ranks_that_are_suspended_are_named(num_ranks, tmp_path, monkeypatch):
     text = io.StringIO()
     run = on_cpu(waits_alone, n=num_ranks, grace=2.0, view=PlainView(stream=text), block=False)
     try:
-        eventually(lambda: run.logs().count("begun") == num_ranks, within=60, what="all begin")
+        eventually(lambda: run.logs().count("begun") == num_ranks, what="all begin")
         for pid in run.pids:
             os.kill(pid, signal.SIGSTOP)
         ranks = "rank 0 is" if num_ranks == 1 else "ranks 0-1 are"
@@ -199,15 +197,15 @@ def test_ranks_that_are_suspended_are_named(num_ranks, tmp_path, monkeypatch):
         eventually(lambda: run.state.hang is None, within=_SECONDS, what="they go on")
     finally:
         run.kill()
-        eventually(lambda: run.state.has_ended, within=30, what="it has ended")
+        eventually(lambda: run.state.has_ended, what="it has ended")
 
 
 def test_a_save_of_rank_0_alone_is_told_with_its_remedy(tmp_path):
     run = on_cpu(saves, str(tmp_path), grace=2.0, view=PlainView(), block=False)
     try:
-        eventually(lambda: run.state.hang, within=60, what="the hang is told")
+        eventually(lambda: run.state.hang, what="the hang is told")
         assert "rank 0 waits in save_state at test_hangs.py, line" in run.state.hang.text
         assert "(call it on every rank: take the `if` out); rank 1 wait" in run.state.hang.text
     finally:
         run.kill()
-        eventually(lambda: run.state.has_ended, within=30, what="it has ended")
+        eventually(lambda: run.state.has_ended, what="it has ended")

@@ -25,7 +25,6 @@ from tests.engines.processes import below
 from tests.launches import call, launch
 from tests.waiting import eventually
 
-SOON = 40.0
 NUM_INSTANTS = 25
 # More than travels inside of a message: it goes as a descriptor.
 BIG = b"x" * 200_000
@@ -38,7 +37,7 @@ ON_CPU = LaunchConfig(num_processes=1, devices="cpu")
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
     yield tmp_path
-    eventually(lambda: not below(template().pid), within=SOON, what="every process ended")
+    eventually(lambda: not below(template().pid), what="every process ended")
 
 
 class Stepped:
@@ -136,12 +135,9 @@ def _interrupt_everywhere(begin, folder, *, folders_of_sessions=False):
         Stepped(instant).during(begin)
         if not folders_of_sessions:
             assert _unknown(folder) == before, f"at step {instant}"
-        eventually(
-            lambda: _descriptors() <= files, within=SOON, what=f"of step {instant} nothing is open"
-        )
+        eventually(lambda: _descriptors() <= files, what=f"of step {instant} nothing is open")
         eventually(
             lambda: all(run.state.has_ended for run in runs()),
-            within=SOON,
             what=f"all runs have ended, of step {instant} too",
         )
 
@@ -170,7 +166,7 @@ def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(folder, block, m
     def interrupted(*args, **kwargs):
         with send(*args, **kwargs):
             yield
-        eventually((folder / ".began").exists, within=SOON, what="the rank is in its function")
+        eventually((folder / ".began").exists, what="the rank is in its function")
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(RankCall, "sent", interrupted)

@@ -61,7 +61,7 @@ ROUNDS = int(os.environ.get("NOTEBOOK_ACCEL_TEST_ROUNDS", "3"))
 def _leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     yield
-    eventually(lambda: not below(template().pid), within=SOON, what="every process ended")
+    eventually(lambda: not below(template().pid), what="every process ended")
 
 
 # ---- nothing listens -----------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_no_process_of_a_run_listens(tmp_path):
 
     before = _listening([os.getpid()])
     run = on_cpu(train, str(tmp_path), block=False)
-    eventually((tmp_path / "1").exists, within=SOON, what="ranks run")
+    eventually((tmp_path / "1").exists, what="ranks run")
     ours = [os.getpid(), template().pid, *(process.pid for process in below(template().pid))]
     assert len(ours) >= 5, "kernel, template, agent and ranks"
     assert all(list(_sockets(pid)) for pid in ours), "their sockets can be seen"
@@ -141,7 +141,6 @@ def test_launches_leave_nothing_behind():
     # and the one before the first look may have.
     eventually(
         lambda: all(now <= then for now, then in zip(held(), before, strict=True)),
-        within=SOON,
         what=f"no more than before: {before}",
     )
     segments = Path("/proc/self/maps").read_text().count("memfd:notebook_accel")
@@ -220,7 +219,7 @@ def test_done_callbacks_are_called_at_the_end_in_their_order(tmp_path, caplog):
         run.add_done_callback(lambda run: told.append(run.id))
         assert told == []
         (folder / "go").write_text(how)
-        eventually(lambda run=run: run.id in told, within=SOON, what="all are called")
+        eventually(lambda run=run: run.id in told, what="all are called")
         results = [3, 3] if how == "end" else [None, None]
         assert told == [(status, results), "broken", run.id]
         told.clear()
@@ -448,7 +447,7 @@ def test_a_function_that_reads_is_not_interrupted_in_a_long_step():
         return "asked" if current().should_stop() else "not asked"
 
     run = on_cpu(train, block=False)
-    eventually(lambda: run.logs().count("reading") == 2, within=SOON, what="both read")
+    eventually(lambda: run.logs().count("reading") == 2, what="both read")
     run.stop()
     assert run.wait(SOON).results == ["asked", "asked"]
     assert run.status == "stopped"
@@ -477,7 +476,6 @@ def test_a_long_step_is_let_finish(seconds, num_before, waits_for, tmp_path):
     run = on_cpu(train_in_long_steps, str(tmp_path), seconds, block=False, grace=0.5)
     eventually(
         lambda: all(one.batches == num_before for one in run.state.ranks),
-        within=SOON,
         what="they are in that step",
     )
     run.stop()
@@ -493,9 +491,7 @@ def test_a_long_step_is_let_finish(seconds, num_before, waits_for, tmp_path):
 
 def test_a_second_stop_interrupts_a_long_step(tmp_path):
     run = on_cpu(train_in_long_steps, str(tmp_path), 60.0, block=False)
-    eventually(
-        lambda: all(one.batches == 1 for one in run.state.ranks), within=SOON, what="first steps"
-    )
+    eventually(lambda: all(one.batches == 1 for one in run.state.ranks), what="first steps")
     run.stop()
     run.stop()
     run.wait(SOON)

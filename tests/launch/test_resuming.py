@@ -66,7 +66,7 @@ def start(*args, ranks=2, **asked):
 
 def stopped(**kwargs):
     run = start(block=False, kwargs={"is_slow": True, **kwargs})
-    eventually(lambda: run.state.ranks[0].steps > 5, within=SOON, what="some steps")
+    eventually(lambda: run.state.ranks[0].steps > 5, what="some steps")
     run.stop()
     assert run.results == [None, None]
     assert run.status == "stopped"
@@ -154,7 +154,7 @@ def interrupted(folder, *args):
     config = LaunchConfig(num_processes=2)
     run = launch(step_by_step, (str(folder), *args), config=config, block=False)
     for rank in range(2):
-        eventually((folder / str(rank)).exists, within=SOON, what="it waits")
+        eventually((folder / str(rank)).exists, what="it waits")
     call_of(run).press(1)
     with pytest.raises(RunStopped):
         run.wait(SOON)
@@ -271,7 +271,7 @@ def learn(rate=0.01, folder="", **others):
 def learning(**kwargs):
     config = LaunchConfig(num_processes=2)
     run = launch(learn, config=config, kwargs=kwargs, block=False)
-    eventually(lambda: run.state.ranks[0].steps > 5, within=SOON, what="some steps")
+    eventually(lambda: run.state.ranks[0].steps > 5, what="some steps")
     return run
 
 
@@ -285,7 +285,7 @@ def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path):
     begun = first["start"].step
     assert begun > 5
     run.set(pause=0.0)
-    eventually(lambda: run.state.ranks[0].steps > begun + 20, within=SOON, what="the original")
+    eventually(lambda: run.state.ranks[0].steps > begun + 20, what="the original")
     run.stop()
     assert run.results == [None, None]
     # What it had at that step is what the clone began with: the losses of one step agree.

@@ -17,47 +17,28 @@ def _press():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_is_raised_at_the_end_of_the_block():
+@pytest.mark.parametrize(
+    ("how", "num_presses", "counts"),
+    [
+        ({}, 1, [1]),
+        # One more than is waited for is raised at once.
+        ({}, 2, [1]),
+        ({"patience": None}, 5, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_an_interrupt_is_raised_at_the_end_of_the_block(how, num_presses, counts):
     done = []
 
     def work():
-        with held() as presses:
-            _press()
-            done.append(presses.count)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == [1]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_one_more_than_patience_is_raised_at_once():
-    done = []
-
-    def work():
-        with held():
-            _press()
-            done.append("held")
-            _press()
-            done.append("never")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == ["held"]
-
-
-def test_without_a_limit_all_are_counted():
-    done = []
-
-    def work():
-        with held(patience=None) as presses:
-            for _ in range(5):
+        with held(**how) as presses:
+            for _ in range(num_presses):
                 _press()
                 done.append(presses.count)
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert done == [1, 2, 3, 4, 5]
+    assert done == counts
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_inside_of_another_the_outer_one_counts():

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +13,6 @@ from notebook_accel.system.processes import (
     describe_exit,
     has_children,
     kill_descendants,
-    python_code,
 )
 from tests.interpreters import run_script
 
@@ -126,11 +123,3 @@ def test_whether_there_are_children():
 )
 def test_how_a_process_ended_in_words(exitcode, number, text):
     assert describe_exit(exitcode, number) == text
-
-
-def test_a_path_among_the_folders_of_modules_is_passed_over(monkeypatch):
-    """Its text would be no Python in the process that is started with it."""
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere"), "/here"])
-    *_, code = python_code("pass")
-    assert "'/here'" in code
-    assert "elsewhere" not in code

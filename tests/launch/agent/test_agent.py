@@ -14,7 +14,7 @@ from notebook_accel import wire
 from notebook_accel.launch.worker import groups
 from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
-from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
+from tests.launch.agents import AgentByHand, agent_by_hand
 from tests.waiting import eventually
 
 
@@ -83,7 +83,7 @@ def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes():
         folder = Path(agent.wait_for(wire.Notice).text).parent
         assert folder.is_dir()
         agent.channel.close()
-        eventually(lambda: not folder.exists(), within=SECONDS, what="the folder is gone")
+        eventually(lambda: not folder.exists(), what="the folder is gone")
     finally:
         agent.close()
 
@@ -198,9 +198,9 @@ def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent):
     # So that it finds both at once, the end first.
     os.kill(agent.pid, signal.SIGSTOP)
     is_at = psutil.Process(agent.pid).status
-    eventually(lambda: is_at() == psutil.STATUS_STOPPED, within=SECONDS, what="it is stopped")
+    eventually(lambda: is_at() == psutil.STATUS_STOPPED, what="it is stopped")
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: gone([pid]), within=SECONDS, what="the rank is dead")
+    eventually(lambda: gone([pid]), what="the rank is dead")
     agent.call(lambda: None)
     os.kill(agent.pid, signal.SIGCONT)
     agent.until_its_end()

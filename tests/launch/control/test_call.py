@@ -83,7 +83,7 @@ def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(where, run, monkey
     monkeypatch.setattr(pool, "_SILENT_SECONDS", SECONDS)
     agent.tell(wire.CallStarted, rank=0)
     agent.tell(wire.Notice, text="after it")
-    eventually(lambda: "after it" in call.state.notices, within=SECONDS, what="it was heard")
+    eventually(lambda: "after it" in call.state.notices, what="it was heard")
     assert call.state.status == "stopping"
     assert isinstance(agent.next(), wire.Stop)
     stop_both(agent, call)
@@ -138,7 +138,7 @@ def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run):
     call = run.begin_call()
     [agent] = run.agents
     run.folder.remove()
-    eventually(lambda: call.state.notices, within=SECONDS, what="it is told")
+    eventually(lambda: call.state.notices, what="it is told")
     agent.return_all()
     assert call.ended.wait(SECONDS)
     [notice] = call.state.notices
@@ -168,15 +168,11 @@ def test_nothing_new_draws_nothing(run):
     (agent,) = run.agents
     call = run.begin_call()
     agent.tell(wire.CallStarted, rank=0)
-    eventually(lambda: call.state.status == "running", within=SECONDS, what="it runs")
-    eventually(
-        lambda: any(state is call.state for _, state in run.view.drawn),
-        within=SECONDS,
-        what="it was drawn",
-    )
+    eventually(lambda: call.state.status == "running", what="it runs")
+    eventually(lambda: any(state is call.state for _, state in run.view.drawn), what="it was drawn")
     number = len(run.view.drawn)
     until = time.monotonic() + 0.5
-    eventually(lambda: time.monotonic() > until, within=SECONDS, what="time passed")
+    eventually(lambda: time.monotonic() > until, what="time passed")
     assert len(run.view.drawn) == number
 
 
@@ -216,7 +212,7 @@ def test_a_stop_while_processes_exit_takes_no_result_back(run):
     call = run.begin_call(last=True, timeout=STOPPED_BEFORE)
     handle = listed(call)
     agent.return_all()
-    eventually(lambda: call.is_over, within=SECONDS, what="every rank has returned")
+    eventually(lambda: call.is_over, what="every rank has returned")
     call.stop()
     kinds = [type(agent.next()) for _ in range(3)]
     assert kinds == [wire.BeginCall, wire.Stop, wire.Interrupt], "the time is over"

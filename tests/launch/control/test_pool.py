@@ -53,7 +53,7 @@ def test_what_comes_late_for_an_old_call_is_dropped(one):
     agent.next()
     agent.tell(wire.Returned, call=1, rank=0, value=wire.Packet())
     agent.tell(wire.CallStarted, call=2, rank=1)
-    eventually(lambda: again.state.ranks[1].status == "running", within=SECONDS, what="it came")
+    eventually(lambda: again.state.ranks[1].status == "running", what="it came")
     assert not again.state.ranks[0].has_ended
 
 
@@ -205,7 +205,7 @@ def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(one, mon
     monkeypatch.setattr(one.view, "update", be_held_up)
     call = one.begin_call()
     assert isinstance(agent.next(), wire.BeginCall)
-    eventually(lambda: bool(drawn), within=SECONDS, what="a turn of the pool")
+    eventually(lambda: bool(drawn), what="a turn of the pool")
     with one.pool.paused():
         assert call.state.notices == ()
     agent.return_all()

@@ -173,7 +173,7 @@ def test_what_began_in_the_session_of_an_agent_is_ended_also_where_that_dies_lat
         monkeypatch.setattr(local, "_KILLED_SECONDS", SECONDS)
         try:
             local._end(lives, agent.pid, uuid4().hex)
-            eventually(lambda: gone([orphan]), within=SECONDS, what="the orphan is gone")
+            eventually(lambda: gone([orphan]), what="the orphan is gone")
         finally:
             late.join()
             with contextlib.suppress(ProcessLookupError):

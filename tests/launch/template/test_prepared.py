@@ -13,7 +13,6 @@ from notebook_accel import wire
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import Template
 from tests.engines.processes import gone
-from tests.launch.agents import SECONDS
 from tests.templates import import_little
 from tests.waiting import eventually
 
@@ -43,7 +42,7 @@ class Libraries:
 
     def imported(self):
         """Wait until all is imported."""
-        eventually(lambda: not self.source.imports().importing, within=SECONDS, what="it imports")
+        eventually(lambda: not self.source.imports().importing, what="it imports")
         return self.source.imports()
 
     def times(self, name):
@@ -80,7 +79,6 @@ def test_each_is_imported_once_and_with_the_variables_of_its_time(libraries):
     # Those of earlier imports are gone.
     eventually(
         lambda: len(psutil.Process(libraries.source.pid).children()) == 1,
-        within=SECONDS,
         what="the prepared template is left",
     )
 
@@ -161,7 +159,7 @@ def test_a_prepared_template_that_is_killed_is_made_again(libraries):
     libraries.want("again_lib")
     before = libraries.imported()
     os.kill(before.pid, signal.SIGKILL)
-    eventually(lambda: libraries.times("again_lib") == 2, within=SECONDS, what="a second import")
+    eventually(lambda: libraries.times("again_lib") == 2, what="a second import")
     assert libraries.imported().pid not in (0, before.pid)
 
 
@@ -184,12 +182,12 @@ time.sleep(99)
     kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     with kernel.stdout:
         assert kernel.stdout.readline() == "started\n"
-    eventually(lambda: libraries.times("slow_lib"), within=SECONDS, what="it imports")
+    eventually(lambda: libraries.times("slow_lib"), what="it imports")
     below = [child.pid for child in psutil.Process(kernel.pid).children(recursive=True)]
     assert len(below) == 2
     kernel.kill()
     kernel.wait()
-    eventually(lambda: gone(below), within=SECONDS, what="all processes are gone")
+    eventually(lambda: gone(below), what="all processes are gone")
 
 
 def _template_with(setting, monkeypatch):

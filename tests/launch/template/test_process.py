@@ -41,9 +41,7 @@ def test_an_agent_that_was_killed_is_reaped_and_reported(source, tmp_path):
         exited = source.exit_of(agent.pid, timeout=SECONDS)
     assert exited.exitcode == -signal.SIGKILL
     # Nothing of it is kept that told of its end.
-    eventually(
-        lambda: num_descriptors(source) <= before, within=SECONDS, what="its descriptors are closed"
-    )
+    eventually(lambda: num_descriptors(source) <= before, what="its descriptors are closed")
 
 
 def test_agents_inherit_nothing_of_each_other(source, tmp_path):
@@ -83,7 +81,7 @@ def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(monkeypatch)
     assert psutil.Process(pid).ppid() == source.pid
     agent.send(wire.Alive())
     agent.close()
-    eventually(lambda: gone([pid, source.pid]), within=SECONDS, what="both are gone")
+    eventually(lambda: gone([pid, source.pid]), what="both are gone")
 
 
 @pytest.mark.parametrize("refused", ["fork", "pidfd_open"])

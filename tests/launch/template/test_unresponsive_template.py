@@ -36,7 +36,7 @@ def ready():
     source = template()
     source.wait_until_ready()
     yield source
-    eventually(lambda: gone([source.pid]), within=SOON, what="the old template is gone")
+    eventually(lambda: gone([source.pid]), what="the old template is gone")
 
 
 def a_launch():
