@@ -168,19 +168,6 @@ def test_one_collective_of_all_may_take_its_time():
     )
 
 
-def test_a_rank_that_is_suspended():
-    resumes = "suspended, by SIGSTOP or a debugger: the debugger, or `kill -CONT 71`, lets it go on"
-    held = {"silent": 10.0, "since": 1000.0, "suspended": {1: 71}}
-    hang = find_hang([stack(0, ALL_REDUCE), stack(1, SLEEP)], ended=(), **held)
-    assert hang.is_certain
-    assert hang.text == (
-        f"the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; rank 1 is {resumes}"
-    )
-    for others in ([], [stack(0, SLEEP)]):
-        hang = find_hang(others, ended=(), **held)
-        assert (hang.text, hang.operations) == (f"rank 1 is {resumes}", {})
-
-
 # ---- when ranks are asked ------------------------------------------------------------------
 
 

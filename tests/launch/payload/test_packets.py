@@ -7,16 +7,9 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.launch.payload import Packed, pack, unpack
 from notebook_accel.launch.transport.channel import decode, encode
-from tests.descriptors import open_descriptors
 
+pytestmark = pytest.mark.usefixtures("leaves_no_descriptor")
 SMALL, LARGE = b"s" * 100, b"l" * 1_000_000
-
-
-@pytest.fixture(autouse=True)
-def _leaves_no_descriptor():
-    before = open_descriptors()
-    yield
-    assert not open_descriptors() - before
 
 
 def carried(packet):

@@ -13,17 +13,10 @@ import pytest
 from notebook_accel import wire
 from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
-from tests.descriptors import open_descriptors
 
+pytestmark = pytest.mark.usefixtures("leaves_no_descriptor")
 SOON = 5.0
 BIG = "x" * 3_000_000
-
-
-@pytest.fixture(autouse=True)
-def _leaves_no_descriptor():
-    before = open_descriptors()
-    yield
-    assert not open_descriptors() - before
 
 
 @pytest.fixture

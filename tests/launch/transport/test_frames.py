@@ -10,18 +10,11 @@ from notebook_accel import wire
 from notebook_accel.launch.payload import Packed, pack, unpack
 from notebook_accel.launch.transport.channel import ProtocolError, encode
 from notebook_accel.launch.transport.frames import FramedChannel
-from tests.descriptors import open_descriptors
 from tests.launch.transport.test_channel import frame
 
+pytestmark = pytest.mark.usefixtures("leaves_no_descriptor")
 SOON = 20.0
 BIG = os.urandom(1 << 16) * 400  # 26 MB: more than sockets hold
-
-
-@pytest.fixture(autouse=True)
-def _leaves_no_descriptor():
-    before = open_descriptors()
-    yield
-    assert not open_descriptors() - before
 
 
 @pytest.fixture
