@@ -144,14 +144,6 @@ class EngineContract:
         assert (float(run[1][0]), float(run[1][-1])) == (3.0, 4.0)
         assert run[1].nbytes == 1 << 30
 
-    def test_a_result_that_cannot_travel_fails_that_call_alone(self):
-        def train():
-            return (number for number in [1])
-
-        with pytest.raises(WorkerError, match="generator"):
-            self.launch(train)
-        assert self.launch(lambda: 1).results == [1] * self.world_size
-
     def test_a_world_of_one_and_exit_zero_is_success(self):
         def train():
             sys.exit(0)
@@ -392,21 +384,6 @@ class EngineContract:
         assert any("atexit" in line and "was cut" in line for line in run.state.notices)
         left = sorted(path.name for path in tmp_path.glob("*-*"))
         assert left == ["nobody-gave-up", "tidied-0", "tidied-1", "tidied-2"]
-
-    def test_an_exception_that_cannot_be_pickled(self):
-        def train(marker):
-            class Odd(Exception):
-                def __init__(self, handle):
-                    super().__init__("odd one")
-                    self.handle = handle
-
-            Path(marker).touch()
-            raise Odd(threading.Lock())
-
-        error, seconds = self.fails(train, n=1)
-        assert "Odd: odd one" in str(error)
-        assert error.rank == 0
-        assert seconds < SOON
 
     def test_a_killed_rank_takes_its_loader_workers_and_daemons_along(self):
         def train(marker):

@@ -770,25 +770,17 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch, tmp_path):
     # Python passes over it, and so do the ranks.
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
 
+    of_rank = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "JPY_SESSION_NAME": None}
+    expected = {"KEPT": "from the notebook", "MINE": "from the call", **of_rank}
+
     def train():
         assert all(isinstance(entry, str) for entry in sys.path)
-        names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK")
         # As in a process that began with them, not as in the one from which it was forked.
-        effects = {"folder": tempfile.gettempdir(), "zone": time.strftime("%z", time.localtime(0))}
-        return {name: os.environ.get(name) for name in names} | effects
+        effects = tempfile.gettempdir(), time.strftime("%z", time.localtime(0))
+        return {name: os.environ.get(name) for name in expected}, effects
 
     env = {"MINE": "from the call", "WORLD_SIZE": "5", "TMPDIR": str(tmp_path), "TZ": "XYZ-3"}
-    seen = on_cpu(train, env=env)[1]
-    assert seen == {
-        "folder": str(tmp_path),
-        "zone": "+0300",
-        "KEPT": "from the notebook",
-        "MINE": "from the call",
-        "JPY_SESSION_NAME": None,
-        "WORLD_SIZE": "2",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-    }
+    assert on_cpu(train, env=env)[1] == (expected, (str(tmp_path), "+0300"))
     assert os.environ["WORLD_SIZE"] == "77"
 
 

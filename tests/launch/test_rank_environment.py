@@ -65,13 +65,6 @@ def test_what_a_scheduler_has_set_for_amd_devices_counts_once(given, seen, monke
     assert rank_environment(LaunchConfig(devices=[1])).get("HIP_VISIBLE_DEVICES") == seen
 
 
-def test_the_cpu_is_named_for_code_that_asks_accelerate():
-    found = rank_environment(LaunchConfig(devices="cpu"))
-    assert found["ACCELERATE_USE_CPU"] == "true"
-    mine = LaunchConfig(devices="cpu", env={"ACCELERATE_USE_CPU": "mine"})
-    assert rank_environment(mine)["ACCELERATE_USE_CPU"] == "mine"
-
-
 @pytest.mark.parametrize(
     ("visible", "device", "said"),
     [

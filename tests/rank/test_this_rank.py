@@ -44,14 +44,6 @@ def launched(number=1, board=None):
 # ---- who -----------------------------------------------------------------------------------
 
 
-def test_a_rank_of_torchrun(monkeypatch):
-    for name, value in {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
-    context = current()
-    assert (context.rank, context.world_size) == (5, 8)
-    assert (context.local_rank, context.local_world_size) == (1, 4)
-
-
 def test_a_rank_of_a_launcher_that_says_less(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -161,16 +153,6 @@ def test_a_step_is_a_whole_number_that_a_message_can_carry():
     for step in (2**70, float("inf"), "three"):
         with pytest.raises(ConfigError, match="step="):
             context.metric({}, step)
-
-
-def test_a_rank_that_nobody_listens_to_says_nothing_and_never_stops():
-    context = RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    context.metric({"loss": 1.0}, 1)
-    context.report(wire.Bar, bar=1, name="b", n=1)
-    context.notice("x")
-    context.count_batch(5)
-    context.count_step(lambda: 1 / 0)
-    assert context.should_stop() is False
 
 
 # ---- counting ------------------------------------------------------------------------------

@@ -8,12 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from notebook_accel.system.processes import (
-    adopt_orphans,
-    describe_exit,
-    has_children,
-    kill_descendants,
-)
+from notebook_accel.system.processes import adopt_orphans, has_children, kill_descendants
 from tests.interpreters import run_script
 
 NOBODY = 65534
@@ -109,17 +104,3 @@ def test_whether_there_are_children():
         return had and os.waitpid(pid, 0)[0] == pid and not has_children()
 
     assert in_child(act)
-
-
-@pytest.mark.parametrize(
-    ("exitcode", "number", "text"),
-    [
-        (3, None, "ended with exit code 3"),
-        (0, None, "ended with exit code 0"),
-        (-9, None, "was killed by SIGKILL"),
-        (None, 15, "was killed by SIGTERM"),
-        (None, 41, "was killed by signal 41"),
-    ],
-)
-def test_how_a_process_ended_in_words(exitcode, number, text):
-    assert describe_exit(exitcode, number) == text

@@ -164,14 +164,6 @@ def failures(agent, num_ranks):
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["last call", "session"])
-def test_a_victim_is_ended_and_said_to_be_one(agent, last):
-    agent.launch(3)
-    agent.call(lambda: raises() if os.environ["RANK"] == "1" else sleeps(), last=last)
-    how = "ended by us" if last else "interrupted by us"
-    assert failures(agent, 3) == {0: how, 1: "exception", 2: how}
-
-
-@pytest.mark.parametrize("last", [True, False], ids=["last call", "session"])
 def test_a_rank_that_comes_late_to_the_function_fails_by_itself(agent, last):
     agent.launch(3)
     agent.call(raises, SlowToUnpickle(0.7), last=last)

@@ -31,14 +31,6 @@ def growing(tmp_path):
     growing.tail._file.close()
 
 
-def test_what_is_new_comes_once(growing):
-    assert growing.tail.read() == ("", 0)
-    assert growing.then("one\n") == ("one\n", 0)
-    assert growing.tail.read() == ("", 0)
-    assert growing.then("two\nthr") == ("two\nthr", 0)
-    assert growing.then("ee") == ("ee", 0)
-
-
 def test_any_text_cut_anywhere(growing):
     draw = random.Random(0)
     text = "".join(draw.choices("aü€🤗\n\r", k=300))

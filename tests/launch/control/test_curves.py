@@ -9,14 +9,6 @@ import pytest
 from notebook_accel.launch.control.curves import Curve, LiveCurves
 
 
-def test_a_short_curve_is_whole():
-    curve = Curve()
-    for step in range(10):
-        curve.add(step * 5, step * step)
-    assert curve.points() == [(step * 5, step * step) for step in range(10)]
-    assert curve.last == 81
-
-
 def test_values_without_a_step_are_counted():
     curve = Curve()
     for value in (3.0, math.nan, 1.0):

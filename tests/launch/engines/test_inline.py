@@ -238,32 +238,16 @@ def test_an_interrupt_before_the_call_stops_the_run():
 def test_the_environment_is_that_of_a_rank_for_the_time_of_the_call(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    names = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "ACCELERATE_MIXED_PRECISION",
-        "ACCELERATE_USE_CPU",
-        "MINE",
-    )
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    ours = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true", "MINE": "1"}
+    expected = {**ranks, **ours, "MASTER_ADDR": "127.0.0.1"}
 
     def train():
         os.environ["LEFT_BEHIND"] = "1"
-        return {name: os.environ.get(name) for name in names}
+        return {name: os.environ.get(name) for name in expected}
 
     settings = {"mixed_precision": "bf16", "devices": "cpu", "env": {"MINE": "1"}}
-    assert inline(train, settings=settings)[0] == {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_USE_CPU": "true",
-        "MINE": "1",
-    }
+    assert inline(train, settings=settings)[0] == expected
     assert "LEFT_BEHIND" not in os.environ
     assert os.environ["RANK"] == "7"
 

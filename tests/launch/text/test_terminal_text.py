@@ -111,20 +111,6 @@ def test_a_line_that_is_rewritten_piece_by_piece():
     assert append_output(tail, "done\n", limit=100) == Tail(("done",))
 
 
-def test_only_the_last_lines_are_kept():
-    last = Tail(("995", "996", "997", "998", "999"))
-    assert fold([f"{n}\n" for n in range(1000)], limit=5) == last
-    assert fold(["".join(f"{n}\n" for n in range(1000))], limit=5) == last
-
-
-def test_a_line_without_end_is_bounded():
-    tail = fold(["." * 1000 + str(n) for n in range(1000)])
-    assert tail.is_open
-    (line,) = tail.lines
-    assert len(line) < 50_000
-    assert line.endswith("." * 1000 + "999")
-
-
 def test_of_a_line_that_grows_for_ever_the_begin_stays_and_the_end_moves():
     whole = "epoch 1 " + "." * 10_000 + " done"
     for size in (1, 100, 5_000, len(whole)):

@@ -165,29 +165,19 @@ def test_what_came_before_the_end_is_given_out(raw):
         channel.receive()
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        frame(b"\xc1not msgpack"),
-        frame(b""),
-        frame(b"\x80"),
-        frame(b"\x81\xa4type\xa4Nope"),
-        frame(b"\x82\xa4type\xa6Notice\xa4text\x01"),
-        struct.pack("!IB", 0xFFFFFFFF, 0),
-        struct.pack("!IB", 10, 200),
-        b"\xff" + os.urandom(300_000),
-    ],
-    ids=[
-        "no msgpack",
-        "empty",
-        "no type",
-        "unknown type",
-        "wrong field",
-        "oversized",
-        "many descriptors",
-        "noise",
-    ],
-)
+GARBAGE = {
+    "no msgpack": frame(b"\xc1not msgpack"),
+    "empty": frame(b""),
+    "no type": frame(b"\x80"),
+    "unknown type": frame(b"\x81\xa4type\xa4Nope"),
+    "wrong field": frame(b"\x82\xa4type\xa6Notice\xa4text\x01"),
+    "oversized": struct.pack("!IB", 0xFFFFFFFF, 0),
+    "many descriptors": struct.pack("!IB", 10, 200),
+    "noise": b"\xff" + os.urandom(300_000),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_ends_the_channel_after_what_came_before(raw, garbage):
     peer, channel = raw
     with beside(lambda: peer.sendall(notice("good") + garbage + notice("after"))):

@@ -25,9 +25,6 @@ def pair():
     other.close()
 
 
-Got = list[tuple[wire.Message, list[int]]]
-
-
 def pump(one, other, until):
     """What ``other`` gives out, until that are ``until`` messages and all is written."""
     got = []

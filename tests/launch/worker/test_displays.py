@@ -9,30 +9,6 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.launch.worker.displays import mime_bundle
 
 
-class Rich:
-    def __repr__(self):
-        return "rich"
-
-    def _repr_html_(self):
-        return "<b>rich</b>"
-
-    def _repr_png_(self):
-        return b"png"
-
-    def _repr_svg_(self):
-        raise ValueError("not today")
-
-
-def test_a_value_becomes_data_by_its_own_methods():
-    assert mime_bundle(Rich()) == {
-        "text/plain": "rich",
-        "text/html": "<b>rich</b>",
-        "image/png": base64.b64encode(b"png").decode(),
-    }
-    assert set(mime_bundle(Rich)) == {"text/plain"}
-    assert mime_bundle(3) == {"text/plain": "3"}
-
-
 def test_what_a_repr_raises_is_printed(capsys):
     class Broken:
         def __repr__(self):
