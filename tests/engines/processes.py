@@ -54,18 +54,6 @@ def _began_with(pid: int, name: str, value: str) -> bool:
     return f"{name}={value}".encode() in variables.split(b"\0")
 
 
-def runs_of_run(run_dir: str) -> list[psutil.Process]:
-    """Processes that have a file of the run's folder open (its ranks and what they forked)."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(f.path.startswith(run_dir) for f in process.open_files()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return [process for process in found if process.pid != os.getpid()]
-
-
 def _lives(process: psutil.Process) -> bool:
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)

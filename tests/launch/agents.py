@@ -14,12 +14,9 @@ import psutil
 
 from notebook_accel import wire
 from notebook_accel.launch import payload
-from notebook_accel.launch.control.pool import AgentEnd, AgentLink
-from notebook_accel.launch.engines import RankPlan
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.system import processes
 from tests.engines.processes import below
 from tests.waiting import eventually
 
@@ -43,32 +40,19 @@ class AgentByHand:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(SECONDS), 0))
         self.channel = FramedChannel(ours) if is_remote else Channel(ours)
         self.channel.open_log = lambda _: os.open(os.devnull, os.O_WRONLY)
-        self.ranks: tuple[int, ...] = ()
 
-    def link(self) -> AgentLink:
-        return AgentLink(
-            channel=self.channel,
-            ranks=self.ranks,
-            how_it_ended=lambda: AgentEnd("was ended by the test"),
-            kill=self.kill,
-        )
-
-    def launch_message(self, num_ranks: int, **fields: Any) -> wire.Launch:
-        (self.ranks,) = RankPlan.of_sizes(num_ranks).agents
+    def launch(self, num_ranks: int, **fields: Any) -> wire.AgentReady:
         given: dict[str, Any] = {
             "run": self.run,
             "world_size": num_ranks,
-            "ranks": self.ranks,
+            "ranks": tuple(range(num_ranks)),
             "environment": {**os.environ, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"},
             "directory": os.getcwd(),
             "path": tuple(sys.path),
             "log_dir": None if self._log_dir is None else str(self._log_dir),
             "num_threads": 1,
         }
-        return wire.Launch(**{**given, **fields})
-
-    def launch(self, num_ranks: int, **fields: Any) -> wire.AgentReady:
-        self.channel.send(self.launch_message(num_ranks, **fields))
+        self.channel.send(wire.Launch(**{**given, **fields}))
         return self.wait_for(wire.AgentReady)
 
     def call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> int:
@@ -115,9 +99,6 @@ class AgentByHand:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         return False
-
-    def kill(self) -> None:
-        processes.kill_tree([self.pid])
 
     def close(self) -> None:
         ranks = [process.pid for process in below(self.pid)]

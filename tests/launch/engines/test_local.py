@@ -48,17 +48,10 @@ def request(view=None, **settings):
 def _devices(monkeypatch):
     """Let the machine have so many accelerators, of which it says more by other fields."""
 
-    class Counted:
-        def __init__(self, number, more):
-            self._number = number
-            self._more = more
-
-        def count_devices(self, environment):
-            kind = "cuda" if self._number else "cpu"
-            return wire.Devices(kind=kind, names=("accelerator",) * self._number, **self._more)
-
     def have(number, **more):
-        counted = Counted(number, more)
+        kind, names = "cuda" if number else "cpu", ("accelerator",) * number
+        found = wire.Devices(kind=kind, names=names, **more)
+        counted = SimpleNamespace(count_devices=lambda _: found)
         monkeypatch.setattr(local, "ask_template", lambda _, question: question(counted))
 
     return have

@@ -20,19 +20,14 @@ from notebook_accel.launch.view.summary import (
 from tests.notebook.states import after, running, succeeded, with_failed
 
 
-def bar(number, name, n, total, *, closed=False, depth=0, rate=10.0):
-    return BarState(
-        rank=0,
-        bar=number,
-        name=name,
-        n=n,
-        total=total,
-        rate=rate,
-        elapsed=1.0,
-        unit="it",
-        closed=closed,
-        depth=depth,
-    )
+def bar(number, name, n, total, **more):
+    given = {"rate": 10.0, "elapsed": 1.0, "unit": "it", "closed": False, **more}
+    return BarState(rank=0, bar=number, name=name, n=n, total=total, **given)
+
+
+def at(number, n, *, closed=False):
+    """What a rank tells of a bar."""
+    return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, total=3, closed=closed)
 
 
 def test_a_rank_that_did_nothing_yet_says_nothing():
@@ -81,46 +76,37 @@ def test_a_bar_that_was_closed_stays_until_the_next_of_its_depth():
 
 
 def test_a_rank_that_trains_after_its_bars_shows_its_steps():
-    def at(number, n, *, closed=False):
-        return wire.Bar(rank=0, bar=number, name=f"bar {number}", n=n, total=9, closed=closed)
-
     def trained(num):
         return wire.Sample(rank=0, usage=wire.Usage(batches=num, steps=num))
 
     # Scripts of Transformers map a data set and load weights; then only rank 0 draws a bar.
-    state = after(running(1), at(0, 0), at(0, 9, closed=True))
-    assert progress_text(state.ranks[0]) == "bar 0: 9/9"
+    state = after(running(1), at(0, 0), at(0, 3, closed=True))
+    assert progress_text(state.ranks[0]) == "bar 0: 3/3"
     state = after(state, trained(2))
     assert progress_text(state.ranks[0]) == "2 steps, 2 batches"
     # A bar under which the rank trained stays until the next one opens, whatever comes between.
-    state = after(state, at(1, 0), trained(4), at(1, 9, closed=True), trained(5))
-    assert progress_text(state.ranks[0]) == "bar 1: 9/9"
+    state = after(state, at(1, 0), trained(4), at(1, 3, closed=True), trained(5))
+    assert progress_text(state.ranks[0]) == "bar 1: 3/3"
 
 
 def test_a_bar_made_before_the_last_one_was_dropped_takes_its_place_when_it_advances():
-    def at(number, n, *, closed=False):
-        return wire.Bar(rank=0, bar=number, name=f"Epoch {number}", n=n, total=3, closed=closed)
-
     # `bar = tqdm(total=3)` in each epoch: the old one is dropped after the new is made.
     state = after(running(1), at(0, 0), at(0, 3), at(1, 0), at(0, 3, closed=True))
     state = after(state, at(1, 1))
-    assert progress_text(state.ranks[0]) == "Epoch 1: 1/3"
+    assert progress_text(state.ranks[0]) == "bar 1: 1/3"
     state = after(state, at(2, 0), at(1, 3, closed=True), at(2, 3))
     state = after(state, wire.Returned(rank=0, value=wire.Packet()))
-    assert progress_text(state.ranks[0]) == "Epoch 2: 3/3"
+    assert progress_text(state.ranks[0]) == "bar 2: 3/3"
 
 
 def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came():
-    def at(number, name, n, *, closed=False):
-        return wire.Bar(rank=0, bar=number, name=name, n=n, total=2, closed=closed)
-
-    state = after(running(1), at(1, "epochs", 0), at(2, "train", 0), at(2, "train", 1))
+    state = after(running(1), at(1, 0), at(2, 0), at(2, 1))
     assert [b.depth for b in state.ranks[0].bars] == [0, 1]
-    state = after(state, at(2, "train", 2, closed=True), at(1, "epochs", 1), at(3, "train", 0))
+    state = after(state, at(2, 3, closed=True), at(1, 1), at(3, 0))
     assert [b.depth for b in state.ranks[0].bars] == [0, 1, 1]
-    state = after(state, at(3, "train", 2, closed=True), at(1, "epochs", 2, closed=True))
+    state = after(state, at(3, 3, closed=True), at(1, 3, closed=True))
     state = after(state, wire.Returned(rank=0, value=wire.Packet()))
-    assert progress_text(state.ranks[0]) == "epochs: 2/2"
+    assert progress_text(state.ranks[0]) == "bar 1: 3/3"
 
 
 def test_the_rate_is_that_of_the_bar_that_the_progress_names_last():
