@@ -4,13 +4,10 @@ Real scoreboards, ranks' contexts, agents' parts and the kernel's part, without 
 threads of which one runs at a time, changed at random lines of the code, and messages are late.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
 from collections import deque
-from concurrent.futures import Future
 
 import pytest
 
@@ -50,10 +47,10 @@ class Rank:
             wire.BeginCall(call=1, payload=wire.Packet(), grace=0.0), has_group=False
         )
         self.context.knobs_made["x"] = Recorder(self)
-        self.record: list[tuple[int, object]] = []
+        self.record = []
         self.num_batches = self.num_steps = 0
         self.has_ended = False
-        self.error: BaseException | None = None
+        self.error = None
         self._world = world
         self._row = board.row(local_rank)
         self._turn = threading.Semaphore(0)
@@ -116,14 +113,14 @@ class World:
         self.back = threading.Semaphore(0)
         self.now = 0.0
         boards = [Scoreboard(RANKS_EACH, has_others=True) for _ in range(NUM_AGENTS)]
-        self.to_kernel: list[deque[wire.Message]] = [deque() for _ in boards]
-        self.to_agent: list[deque[wire.Message]] = [deque() for _ in boards]
+        self.to_kernel = [deque() for _ in boards]
+        self.to_agent = [deque() for _ in boards]
         self.acting = [Acting(board, self._post(i)) for i, board in enumerate(boards)]
         agents = [(0, 1), (2, 3)]
         self.actions = CommonActions(self._send, lambda: agents, self._note_pause, lambda: self.now)
-        self.ranks: list[Rank] = []
+        self.ranks = []
         self.ranks += [Rank(self, boards[n // RANKS_EACH], n) for n in range(4)]
-        self.asked: list[tuple[wire.Action, Future[None]]] = []
+        self.asked = []
         self.is_paused = False
         self.stops = False
 

@@ -94,7 +94,7 @@ class Waits(View):
     """
 
     def __init__(self, act):
-        self.texts: list[str] = []
+        self.texts = []
         self._act = act
 
     def waits_for_machines(self, text):
@@ -114,7 +114,7 @@ class OtherMachine:
     """A process that joins, as `notebook-accel join` does."""
 
     def __init__(self):
-        self.process: subprocess.Popen[str] | None = None
+        self.process = None
 
     def join(self, address, token):
         self.run([sys.executable, "-c", JOIN, address, token])

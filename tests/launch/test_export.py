@@ -6,7 +6,6 @@ import sys
 import textwrap
 from os.path import join
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ class Notebook:
     """Cells that have run, one after the other, and the script of a launch of `train` in them."""
 
     def __init__(self, *cells):
-        self.names: dict[str, Any] = {"__name__": "__main__", "notebook_launcher": _launch}
-        self.sources: list[CellSource] = []
+        self.names = {"__name__": "__main__", "notebook_launcher": _launch}
+        self.sources = []
         for cell in cells:
             self.run(cell)
 

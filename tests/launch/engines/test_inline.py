@@ -40,7 +40,7 @@ class Recorded(View):
     """Notes what it was asked for."""
 
     def __init__(self):
-        self.calls: list[str] = []
+        self.calls = []
 
     def launch_failed(self):
         self.calls.append("launch_failed")

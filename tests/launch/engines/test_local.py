@@ -29,7 +29,7 @@ class Slow(View):
     """Keeps the names of what is slow to launch."""
 
     def __init__(self):
-        self.names: list[str] = []
+        self.names = []
 
     def launch_is_slow(self, name, importing=""):
         self.names.append(importing or name)

@@ -1,6 +1,5 @@
 import io
 from types import SimpleNamespace
-from typing import Any
 
 from notebook_accel import wire
 from notebook_accel.launch.view import plain
@@ -14,7 +13,7 @@ class Shown:
 
     def __init__(self):
         self.stream = io.StringIO()
-        self.run: Any = SimpleNamespace(state=running(2), log_dir="/runs/1", metrics=[])
+        self.run = SimpleNamespace(state=running(2), log_dir="/runs/1", metrics=[])
         self.view = PlainView(self.stream)
         self.view.open(self.run)
 
