@@ -53,6 +53,12 @@ def _settings_of_nobody(monkeypatch, tmp_path):
             monkeypatch.delenv(variable, raising=False)
 
 
+@pytest.fixture
+def path(tmp_path):
+    """Where a test puts the file of settings that it loads."""
+    return tmp_path / "config.yaml"
+
+
 # ---- values --------------------------------------------------------------------------------
 
 
@@ -289,8 +295,7 @@ def test_a_path_in_the_home_folder(tmp_path):
             call("~nobody-at-all/a.yaml")
 
 
-def test_a_file_written_by_hand(tmp_path):
-    path = tmp_path / "config.yaml"
+def test_a_file_written_by_hand(path):
     path.write_text("# mine\nmixed_precision: no\ndevices: 0,1\ngrace: 3\n")
     assert LaunchConfig.load(path) == LaunchConfig(mixed_precision="no", devices=(0, 1), grace=3)
     path.write_text("# nothing yet\n")
@@ -311,8 +316,7 @@ def test_a_file_written_by_hand(tmp_path):
         (b"seed: !!timestamp now\n", "it cannot be read"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_named(text, said, tmp_path):
-    path = tmp_path / "config.yaml"
+def test_a_file_that_makes_no_sense_is_named(text, said, path):
     with pytest.raises(ConfigError, match="cannot be read"):
         LaunchConfig.load(path)
     path.write_bytes(text)
@@ -322,8 +326,7 @@ def test_a_file_that_makes_no_sense_is_named(text, said, tmp_path):
     assert said in str(caught.value)
 
 
-def test_accelerates_file(tmp_path):
-    path = tmp_path / "default_config.yaml"
+def test_accelerates_file(path):
     path.write_text(
         "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_GPU\n"
         "downcast_bf16: 'no'\nenable_cpu_affinity: false\ngpu_ids: 1,3\nmachine_rank: 0\n"
@@ -341,8 +344,7 @@ def test_accelerates_file(tmp_path):
     assert LaunchConfig.load(path) == expected
 
 
-def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_path):
-    path = tmp_path / "default_config.yaml"
+def test_accelerates_file_for_two_machines_counts_their_processes_together(path):
     text = (
         "distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: {}\nmachine_rank: 0\n"
         "main_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
@@ -359,8 +361,7 @@ def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_p
 @pytest.mark.parametrize(
     "line", ["machine_rank: 1", "distributed_type: MEGATRON_LM", "mixed_precision: fp7"]
 )
-def test_what_of_accelerates_file_cannot_be_had_is_named(line, tmp_path):
-    path = tmp_path / "default_config.yaml"
+def test_what_of_accelerates_file_cannot_be_had_is_named(line, path):
     path.write_text(f"compute_environment: LOCAL_MACHINE\n{line}\n")
     with pytest.raises(ConfigError) as caught:
         LaunchConfig.load(path)
@@ -370,8 +371,7 @@ def test_what_of_accelerates_file_cannot_be_had_is_named(line, tmp_path):
     assert str(path) in str(caught.value)
 
 
-def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path):
-    path = tmp_path / "default_config.yaml"
+def test_accelerates_file_for_fsdp_and_a_mesh(path):
     path.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n"
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
@@ -426,15 +426,13 @@ def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path):
         ({"fsdp_sync_module_states": 0}, {"sync_module_states": False}),
     ],
 )
-def test_numbers_in_accelerates_file(section, fsdp, tmp_path):
+def test_numbers_in_accelerates_file(section, fsdp, path):
     """Of a choice it is torch's, which counts from 1; of a flag, 1 or 0."""
-    path = tmp_path / "default_config.yaml"
     path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": section}))
     assert LaunchConfig.load(path).fsdp == fsdp
 
 
-def test_accelerates_file_for_deepspeed(tmp_path):
-    path = tmp_path / "default_config.yaml"
+def test_accelerates_file_for_deepspeed(path):
     path.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
         "  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: auto\n"
@@ -459,9 +457,8 @@ def test_accelerates_file_for_deepspeed(tmp_path):
         LaunchConfig(deepspeed={}, fsdp={})
 
 
-def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path):
+def test_how_accelerates_file_compiles_and_computes_in_8_bits(path):
     """What reaches its ranks by variables reaches ours by them; what nothing reads is named."""
-    path = tmp_path / "default_config.yaml"
     path.write_text(
         "compute_environment: LOCAL_MACHINE\ndowncast_bf16: 'yes'\ndynamo_config:\n"
         "  dynamo_backend: INDUCTOR\n  dynamo_use_dynamic: false\nfp8_config:\n  backend: AO\n"
@@ -490,9 +487,8 @@ def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path):
         LaunchConfig.load(path)
 
 
-def test_accelerates_own_writer(tmp_path):
+def test_accelerates_own_writer(path):
     accelerate = pytest.importorskip("accelerate.utils")
-    path = tmp_path / "default_config.yaml"
     accelerate.write_basic_config(mixed_precision="bf16", save_location=path)
     assert LaunchConfig.load(path).mixed_precision == "bf16"
 
@@ -686,11 +682,10 @@ def test_a_flag_that_is_none_is_named(variable, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["env", "unknown"])
-def test_a_file_of_aliases_makes_a_short_error(where, tmp_path):
+def test_a_file_of_aliases_makes_a_short_error(where, path):
     """Each line of it is ten times the one before: written out, it has gigabytes."""
     lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
-    path = tmp_path / "config.yaml"
     path.write_text("\n".join([*lines, f"{where}: *a8"]) + "\n")
     data = yaml.safe_load(path.read_text())
     for config in (path, {where: data[where]}):

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+Done = subprocess.CompletedProcess[str]
 # The loop of the tutorials, as a function for notebooks and as a script.
 SCRIPT = """
 import torch
@@ -47,38 +49,19 @@ if __name__ == "__main__":
 
 
 def run(
-    *command: str,
-    folder: Path,
-    timeout: float = 280,
-    python: tuple[str, ...] = (sys.executable,),
-    **variables: str,
-) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "XDG_CONFIG_HOME": str(folder),
-        "XDG_CACHE_HOME": str(folder),
-        "HF_HOME": str(folder),
-        "PYTHONPATH": str(ROOT),
-        **variables,
-    }
-    return subprocess.run(
-        [*python, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    *command: str, folder: Path, python: tuple[str, ...] = (sys.executable,), **variables: str
+) -> Done:
+    homes = dict.fromkeys(("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"), str(folder))
+    environment = {**os.environ, **homes, "PYTHONPATH": str(ROOT), **variables}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 280, "check": False}
+    return subprocess.run([*python, *command], cwd=folder, env=environment, **how)
 
 
-def notebook_accel(
-    *arguments: str, folder: Path, timeout: float = 280, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return run("-m", "notebook_accel", *arguments, folder=folder, timeout=timeout, **variables)
+def notebook_accel(*arguments: str, folder: Path, **variables: str) -> Done:
+    return run("-m", "notebook_accel", *arguments, folder=folder, **variables)
 
 
-def losses(done: subprocess.CompletedProcess[str]) -> tuple[str, list[float]]:
+def losses(done: Done) -> tuple[str, list[float]]:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
     (said,) = [line.removeprefix("said: ") for line in lines if line.startswith("said: ")]
