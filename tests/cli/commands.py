@@ -53,8 +53,8 @@ def run(
 ) -> Done:
     homes = dict.fromkeys(("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"), str(folder))
     environment = {**os.environ, **homes, "PYTHONPATH": str(ROOT), **variables}
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 280, "check": False}
-    return subprocess.run([*python, *command], cwd=folder, env=environment, **how)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 280}
+    return subprocess.run([*python, *command], cwd=folder, env=environment, check=False, **how)
 
 
 def notebook_accel(*arguments: str, folder: Path, **variables: str) -> Done:
