@@ -807,6 +807,9 @@ def test_copies_that_ran_on_their_own_are_named():
     def alone():
         import torch  # noqa: F401
 
+    def uses_the_notebooks():
+        return torch.get_num_threads()
+
     def has_nothing_to_train():
         return 1
 
@@ -814,8 +817,9 @@ def test_copies_that_ran_on_their_own_are_named():
         dist.init_process_group("gloo")
         dist.destroy_process_group()
 
-    told = on_cpu(alone).state.notices
-    assert [line for line in told if "2 copies of alone" in line]
+    for function in (alone, uses_the_notebooks):
+        told = on_cpu(function).state.notices
+        assert [line for line in told if f"2 copies of {function.__name__}" in line]
     assert not [line for line in on_cpu(alone, n=1).state.notices if "copies" in line]
     assert not [line for line in on_cpu(together).state.notices if "copies" in line]
     assert on_cpu(has_nothing_to_train).state.notices == ()

@@ -8,7 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from notebook_accel.system.processes import adopt_orphans, has_children, kill_descendants
+from notebook_accel.system.processes import adopt_orphans, kill_descendants
 from tests.interpreters import run_script
 
 NOBODY = 65534
@@ -90,17 +90,3 @@ def test_a_child_of_another_user_is_left_alone():
     os.close(reader)
     os.close(writer)
     assert was_right
-
-
-def test_whether_there_are_children():
-    def act():
-        if has_children():
-            return False
-        pid = fork(lambda: None)
-        had = has_children()
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # A dead one that nobody waited for, too; and it can still be waited for.
-        had = had and has_children()
-        return had and os.waitpid(pid, 0)[0] == pid and not has_children()
-
-    assert in_child(act)

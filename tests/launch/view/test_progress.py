@@ -1,8 +1,10 @@
+"""Progress and the summary of a run, as lines of text."""
+
 import math
 from dataclasses import replace
 
 from notebook_accel import wire
-from notebook_accel.launch.control.run_state import BarState, RankState
+from notebook_accel.launch.control.run_state import BarState, RankState, starting
 from notebook_accel.launch.view.progress import (
     ProgressLine,
     Throughput,
@@ -11,13 +13,14 @@ from notebook_accel.launch.view.progress import (
     progress_text,
 )
 from notebook_accel.launch.view.summary import (
+    MAX_NAMED_METRICS,
     condition,
     hidden_ranks,
     rank_facts,
     ranks_with_row,
     summary_lines,
 )
-from tests.notebook.states import after, running, succeeded, with_failed
+from tests.notebook.states import after, logged, running, succeeded, with_failed
 
 
 def bar(number, name, n, total, **more):
@@ -198,3 +201,20 @@ def test_the_summary_is_a_table():
     assert rank_facts(going, 42.0)[-1] == "2.0 GB on device"
     ended = replace(going, ended=1.0)
     assert rank_facts(ended, 42.0)[-1] == "3.0 GB on device, at its peak"
+
+
+def test_ranks_that_were_not_asked_are_told_from_those_that_ran():
+    state = starting(run="id", name="In[3]", world_size=3, started=1000.0, asked=frozenset([1, 2]))
+    assert condition(state.ranks[0]) == "not asked"
+    title, _, *rows = summary_lines(succeeded(state), now=1042.0)
+    assert title.startswith("In[3]: succeeded, ranks 1-2 of 3, ")
+    ends = [row.split(maxsplit=1)[1] for row in rows]
+    assert ends == ["○ not asked", "✓ succeeded", "✓ succeeded"]
+    assert progress_lines(succeeded(state).ranks[0])[0].fraction is None
+
+
+def test_of_many_metrics_the_first_are_named():
+    values = {f"m{number}": float(number) for number in range(20_000)}
+    lines = summary_lines(after(running(1), logged(0, values)), now=1042.0)
+    assert lines[-2] == f"m{MAX_NAMED_METRICS - 1}: {MAX_NAMED_METRICS - 1}"
+    assert lines[-1] == f"… and {20_000 - MAX_NAMED_METRICS:,} more in run.metrics"

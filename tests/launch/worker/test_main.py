@@ -17,7 +17,6 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import groups, main
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
 from notebook_accel.launch.worker.main import Inherited, Worker, _hint, _says_lost_peer
-from notebook_accel.launch.worker.tracebacks import shorten
 from notebook_accel.rank.this_rank import LaunchedContext
 from tests.descriptors import open_descriptors
 
@@ -150,14 +149,6 @@ def test_a_long_text_takes_no_long_time(word):
     assert not _says_lost_peer(text)
     # A search that begins anew at each word would take minutes.
     assert time.perf_counter() - begin < 20
-
-
-def test_a_long_text_keeps_its_begin_and_its_end():
-    assert shorten("short") == "short"
-    short = shorten("begin" + "x" * 1_000_000 + "end")
-    assert short.startswith("beginx")
-    assert short.endswith("xend")
-    assert "950,008 characters left out" in short
 
 
 def new_context():
