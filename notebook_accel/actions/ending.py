@@ -98,9 +98,11 @@ class StepClock:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._num_changes = self._num_at_stop = 0
 
-    def note(self, counts: tuple[int, int, int], now: float) -> None:
+    def note(self, counts: tuple[int, int, int], now: float, *, is_paused: bool = False) -> None:
         """Take the rank's counts of batches, optimizer steps and reads of ``should_stop``."""
         if counts == self._counts:
+            # A pause is no part of the step in which it is.
+            self._changed = now if is_paused else self._changed
             return
         if any(self._counts):
             self._recent.append(now - self._changed)

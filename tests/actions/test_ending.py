@@ -57,6 +57,9 @@ def test_how_long_a_rank_may_make_no_progress():
     assert stuck_at(290) == 5
     clock.note((22, 1, 1), 271)
     assert stuck_at(290) == 10, "it reads should_stop"
+    clock.note((22, 1, 1), 400, is_paused=True)
+    clock.note((23, 1, 1), 401)
+    assert clock.step == 1, "a pause is no part of a step"
 
 
 def test_a_loop_that_goes_on_does_not_hear_the_stop():

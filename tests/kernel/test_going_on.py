@@ -1,10 +1,13 @@
 """A person stops a training in a notebook, goes on with another rate, and clones it."""
 
 import ast
+import os
+import signal
 
 import pytest
 
-from tests.kernel.notebooks import open_notebook
+from tests.kernel.notebooks import SLOW, open_notebook
+from tests.waiting import eventually
 
 TRAIN = """
 import time
@@ -83,6 +86,77 @@ def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook
         )
 
 
+def test_a_paused_run_ends_with_an_interrupt_a_rank_or_its_kernel():
+    with open_notebook() as notebook:
+        kernel = notebook.kernel
+        notebook.run(TRAIN)
+        cell = notebook.start("notebook_launcher(train, (0.1,), 2)")
+        kernel.wait_for_panel()
+        # Before the first batch a pause would have no training to keep.
+        assert kernel.listen_until(lambda: shows(kernel, "seen"), seconds=60)
+        kernel.click("Pause")
+        assert kernel.listen_until(lambda: named(kernel, "Go on") == 1, seconds=30)
+        notebook.interrupt()
+        assert "KeyboardInterrupt" in notebook.finish(cell).traceback[-1]
+        kept = notebook.run("kept = last_run()\nprint(kept.status, kept.rescued.missing)")
+        assert kept == "stopped []\n"
+        notebook.run(BEGIN + "run.pause()\nimport os, signal\nos.kill(run.pids[1], signal.SIGKILL)")
+        assert "rank 1 was killed by SIGKILL" in notebook.fails("run.wait()")
+        notebook.run(BEGIN + "run.pause()")
+        os.kill(notebook.pid, signal.SIGKILL)
+        notebook.expect(0, but=0, within=SLOW)
+
+
+TURNED = """
+import time
+from notebook_accel import Accelerator, notebook_launcher
+from notebook_accel.actions import common_actions
+
+def turned(folder):
+    accelerator = Accelerator(cpu=True)
+    rate = accelerator.knob("rate", 0.5, low=0.0, high=1.0)
+    while not accelerator.should_stop:
+        while (folder / "stand").exists():
+            (folder / f"{accelerator.process_index} stands").touch()
+            time.sleep(0.01)
+        time.sleep(0.01)
+    return rate.value
+"""
+
+
+def test_of_a_hundred_moves_of_a_slider_the_last_counts_and_one_that_no_rank_hears_goes_back(
+    notebook, tmp_path
+):
+    kernel = notebook.kernel
+    notebook.run(f"{TURNED}\nfrom pathlib import Path\nfolder = Path({str(tmp_path)!r})")
+    notebook.run("run = notebook_launcher(turned, (folder,), 2, block=False)")
+    kernel.wait_for_panel()
+    assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
+    moves = [number / 100 for number in range(101)]
+    for value in moves:
+        kernel.fill("rate", value)
+    notebook.run("while run.state.knobs['rate'].value != 1.0: time.sleep(0.01)")
+    took = "[row['value'] for row in run.metrics if row['name'] == 'knob/rate']"
+    values = ast.literal_eval(notebook.run(f"print({took})"))
+    assert values == sorted(values)
+    assert {*values} <= {*moves}
+    assert len(values) < 60, "the newest of those that wait"
+
+    notebook.run("common_actions.POINT_SECONDS = 1.0")
+    (tmp_path / "stand").touch()
+    for rank in range(2):
+        eventually((tmp_path / f"{rank} stands").exists, within=60, what="it comes to no point")
+    kernel.fill("rate", 0.25)
+    refused = "rate: set: the ranks did not come to a common point within 1 s"
+    assert kernel.listen_until(lambda: shows(kernel, refused), seconds=60)
+    rate = lambda: [m["value"] for m in kernel.models.values() if m.get("description") == "rate"]  # noqa: E731
+    assert kernel.listen_until(lambda: rate() == [1.0], seconds=30)
+    notebook.run("common_actions.POINT_SECONDS = 30.0")
+    (tmp_path / "stand").unlink()
+    kernel.click("Stop")
+    assert notebook.run("print(run.results)") == "[1.0, 1.0]\n"
+
+
 CLONED = """
 import pathlib, time
 from notebook_accel import Accelerator, notebook_launcher, runs
@@ -121,11 +195,10 @@ def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
     kernel.fill("slow", True)
     kernel.fill("size", 32)
     kernel.click("Start")
-    shown = lambda words: any(words in str(m.get("value")) for m in kernel.models.values())  # noqa: E731
     begun = "the clone has begun, below: lr=0.25, slow=True, size=32"
-    assert kernel.listen_until(lambda: shown(begun), seconds=60), kernel.widgets
+    assert kernel.listen_until(lambda: shows(kernel, begun), seconds=60), kernel.widgets
     kernel.click("Start")  # the second one of a double click, of a page that is slow
-    assert kernel.listen_until(lambda: shown("pale: train (lr=0.5"), seconds=60)
+    assert kernel.listen_until(lambda: shows(kernel, "pale: train (lr=0.5"), seconds=60)
     (tmp_path / first).touch()
     views = lambda: [m["outputs"] for m in kernel.models.values() if m.get("outputs")]  # noqa: E731
     ended = lambda: any("✓ succeeded" in str(each) for each in (*views(), *kernel.widgets))  # noqa: E731
@@ -224,6 +297,10 @@ def test_a_paused_trial_gets_the_next_free_device_by_mouse(notebook):
         """
     )
     assert went_on == "[False, True]\n", "without a click it was trial 0's turn"
+
+
+def shows(kernel, words):
+    return any(words in str(model.get("value")) for model in kernel.models.values())
 
 
 def named(kernel, label):

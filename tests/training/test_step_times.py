@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from notebook_accel import Accelerator, notebook_launcher
+from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.step_times import step_lines, step_table
 from notebook_accel.launch.view.summary import summary_lines
+from tests.waiting import eventually
 
 WAIT = 0.02
 
@@ -75,6 +77,20 @@ def test_the_slow_rank_is_named_with_its_reason(slow):
     text = summary_lines(run.state, now=0.0)
     assert line in text
     assert any(one.startswith("rank  a step") and "collectives" in one for one in text)
+
+
+def test_a_pause_is_no_part_of_a_step_and_of_no_rate():
+    run = notebook_launcher(train, ("data",), num_processes=2, view="none", block=False)
+    eventually(lambda: run.state.ranks[0].steps > 3, within=60, what="it trains")
+    run.pause()
+    time.sleep(2)
+    run.go_on()
+    run.wait()
+    state = run.state
+    seconds = state.ended - state.started - state.paused
+    assert state.paused > 2
+    assert all(each.step_times.total < seconds * 1e9 for each in state.ranks)
+    assert wording.rate(40 / seconds, "batch") in summary_lines(state, now=state.ended)[3]
 
 
 def test_passes_without_a_step_are_no_part_of_one():

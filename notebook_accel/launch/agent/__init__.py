@@ -258,7 +258,8 @@ class Agent:
         now = time.monotonic()
         for rank in self._in_call():
             row = rank.row
-            rank.clock.note((row.batches, row.steps, row.reads), now)
+            counts = row.batches, row.steps, row.reads
+            rank.clock.note(counts, now, is_paused=bool(row.paused))
         for rank in self.ranks:
             if rank.alive:
                 for message in rank.observe(now):

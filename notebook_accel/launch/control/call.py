@@ -340,12 +340,13 @@ class RankCall(Call):
     def note_pause(self, is_paused: bool) -> None:
         """Show that all ranks are paused, or train again; a pause does not count for timeout."""
         now = time.monotonic()
-        if is_paused:
-            self._paused_at = now
-        elif self._deadline is not None:
-            self._deadline += now - self._paused_at
+        seconds = 0.0 if is_paused else now - self._paused_at
+        self._paused_at = now
+        if self._deadline is not None:
+            self._deadline += seconds
         before, after = ("running", "paused") if is_paused else ("paused", "running")
         with held(), self._state_lock:
+            self.state = replace(self.state, paused=self.state.paused + seconds)
             if self.state.status == before:
                 self.state = replace(self.state, status=after)
                 self.folder.save(self.state)  # for other kernels and the command line

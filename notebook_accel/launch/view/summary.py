@@ -184,7 +184,8 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
     """Return a rank's row of the summary table: its cells in the order of :data:`COLUMNS`.
 
     Args:
-        seconds: how long the run has taken; the rate of a rank without bars is a mean over it.
+        seconds: how long the run has taken, pauses aside; the rate of a rank without bars is a mean
+            over it.
     """
     items, _ = progress.counted_items(rank)
     throughput = items / seconds if seconds > 0 else None
@@ -206,7 +207,8 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     name = one_line(state.name, _MAX_NAME)
     lines = [f"{name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
     lines += filter(None, [", ".join(facts(state))])
-    lines += wording.aligned([COLUMNS, *(rank_facts(rank, seconds) for rank in shown)])
+    rows = [rank_facts(rank, seconds - state.paused) for rank in shown]
+    lines += wording.aligned([COLUMNS, *rows])
     rest = hidden_ranks(state.ranks, shown)
     if rest:
         lines.append(rest)

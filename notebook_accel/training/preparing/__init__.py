@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -44,6 +44,7 @@ from notebook_accel.training.stepping.optimizer import (
     UnpreparedWatch,
     inner_optimizer,
 )
+from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Strategy
 
 # Packages whose objects torch cannot train: passing them through would fail much later.
@@ -239,10 +240,13 @@ class Preparation:
                 group, lambda: any(one.inner.training for one in getattr(own(), "models", ()))
             )
 
-    def off_device(self) -> AbstractContextManager[None]:
-        """Return a context within which what was prepared lies on the host."""
+    @contextmanager
+    def off_device(self) -> Iterator[None]:
+        """Have what was prepared lie on the host for the time of a pause, which is no step's."""
         models = [known.inner for known in self.models]
-        return device_memory.off_device(self.request.topology.device, models, self.optimizers)
+        with device_memory.off_device(self.request.topology.device, models, self.optimizers):
+            yield
+        step_timer().drop()
 
     def resume(self) -> None:
         if (checkpoints := self.checkpoints()) is None:

@@ -65,6 +65,7 @@ class StepTimer:
     def drop(self) -> None:
         """Forget the time since the last step."""
         self._has_batch = False
+        self._begun.clear()
         self._sums[:] = self._whole
         self._last = self._step_begun = perf_counter_ns()
 
