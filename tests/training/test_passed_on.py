@@ -1,6 +1,5 @@
 """Arguments that are handed on reach what they are for: torch's wrappers, loaders, profilers."""
 
-import math
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +28,9 @@ from notebook_accel import (
     utils,
 )
 from notebook_accel.training import checkpoint
+from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.data.samplers import SeedableRandomSampler
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks
 
 INPUTS = torch.ones(3, 4)
 
@@ -38,24 +38,23 @@ INPUTS = torch.ones(3, 4)
 
 # From the third step on; weights of 16 x 16 are worth compressing to a rank of 1.
 POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
-WRAPPERS = {
-    "plain": {},
-    "fp16": {"comm_hook": "fp16"},
-    "power_sgd": {"comm_hook": "power_sgd", "comm_state_option": POWER},
-    "power_sgd in fp16": {
-        "comm_hook": "power_sgd",
-        "comm_wrapper": "fp16",
-        "comm_state_option": POWER,
-    },
-    "static graph": {"static_graph": True},
-    "buffers of its own": {"broadcast_buffers": False},
-    "small buckets": {"bucket_cap_mb": 1},
-    "unused": {"find_unused_parameters": True},
-}
-HALF = {"fp16", "power_sgd in fp16"}
 
 
-def train_wrapped(options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"comm_hook": "fp16"},
+        {"comm_hook": "power_sgd", "comm_state_option": POWER},
+        {"comm_hook": "power_sgd", "comm_wrapper": "fp16", "comm_state_option": POWER},
+        {"static_graph": True},
+        {"broadcast_buffers": False},
+        {"bucket_cap_mb": 1},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_how_models_are_wrapped(options):
     handler = DistributedDataParallelKwargs(**options)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     torch.manual_seed(0)
@@ -72,84 +71,15 @@ def train_wrapped(options):
         optimizer.step()
     with torch.no_grad():
         model.eval()(inputs)  # buffers travel at each forward
-    return {
-        "weights": torch.cat([weight.flatten() for weight in trained]).tolist(),
-        "gradients": torch.cat([weight.grad.flatten() for weight in trained]).tolist(),
-        "buffers": inner[1].running_mean.tolist(),
-        "static": model.static_graph,
-        "bucket": model.bucket_bytes_cap,
-    }
-
-
-def wrap_by_hand():
-    """A user's own wrapper, with the hook of the handler."""
-    handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=2)
-    model = DistributedDataParallel(nn.Linear(4, 4), **handler.to_kwargs())
-    handler.register_comm_hook(model)
-    model(torch.rand(2, 4)).sum().backward()
-    return model.module.weight.grad.flatten().tolist()
-
-
-def wrap_as_set():
-    """A handler that came after the Accelerator, as Transformers' Trainer sets it."""
-    accelerator = Accelerator(cpu=True)
-    accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
-    return int(accelerator.prepare(nn.Linear(2, 1)).bucket_bytes_cap)
-
-
-def draw(rng_types, **config):
-    accelerator = Accelerator(
-        cpu=True, rng_types=rng_types, dataloader_config=DataLoaderConfiguration(**config)
-    )
-    torch.manual_seed(accelerator.process_index)
-    loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
-    order = [number for batch in loader for number in batch.tolist()]
-    return {"order": order, "drawn": float(torch.rand(()))}
-
-
-def every_second_row(batch, rows, *, process_index, num_processes):
-    return batch[process_index::num_processes]
-
-
-def on_two_ranks():
-    dispatched = DataLoaderConfiguration(dispatch_batches=True)
-    loader = Accelerator(cpu=True, dataloader_config=dispatched).prepare_data_loader(
-        DataLoader(range(8), batch_size=2), slice_fn_for_dispatch=every_second_row
-    )
-    return {
-        "wrapped": {name: train_wrapped(options) for name, options in WRAPPERS.items()},
-        "by hand": wrap_by_hand(),
-        "as set": wrap_as_set(),
-        "no types": draw(None),
-        "both": draw([utils.RNGType.TORCH, "generator"]),
-        "torch": draw(["torch"]),
-        "seedable": draw(["torch"], use_seedable_sampler=True),
-        "sliced": [batch.tolist() for batch in loader],
-    }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(on_two_ranks, 2)
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_how_models_are_wrapped(name, ranks):
-    first, second = (each["wrapped"][name] for each in ranks)
-    plain = ranks[0]["wrapped"]["plain"]
-    assert first["weights"] == second["weights"], "ranks stay alike"
-    assert all(map(math.isfinite, first["weights"]))
-    assert (first["buffers"] == second["buffers"]) == (name != "buffers of its own")
-    assert first["static"] == (name == "static graph")
-    assert first["bucket"] == (1 if name == "small buckets" else 25) << 20
-    if name in HALF:
-        gradients = torch.tensor(first["gradients"])
-        assert torch.equal(gradients.half().float(), gradients), "travelled in 16 bits"
-    if "comm_hook" in WRAPPERS[name]:
-        assert first["weights"] != plain["weights"]
-    # 16 bits keep 11 of a number: each of 4 steps is 2**-11 of 0.1 times a gradient off.
-    error = math.inf if "power" in name else 1e-3 if name in HALF else 1e-6
-    assert first["weights"] == pytest.approx(plain["weights"], abs=error)
+    weights = torch.cat([weight.flatten() for weight in trained]).tolist()
+    assert gather_object([weights]) == [weights] * 2, "ranks stay alike"
+    first, second = gather_object([inner[1].running_mean.tolist()])
+    assert (first == second) == options.get("broadcast_buffers", True)
+    assert model.static_graph == options.get("static_graph", False)
+    assert model.bucket_bytes_cap == options.get("bucket_cap_mb", 25) << 20
+    gradients = torch.cat([weight.grad.flatten() for weight in trained])
+    is_short = torch.equal(gradients.half().float(), gradients)
+    assert is_short == ("fp16" in options.values()), "travelled in 16 bits"
 
 
 @pytest.mark.parametrize("hook", utils.DDPCommunicationHookType.list())
@@ -172,20 +102,44 @@ def test_hooks_are_those_that_accelerate_registers(hook):
     assert bool(registered) == (hook != "no")
 
 
-def test_a_hook_for_a_wrapper_of_ones_own(ranks):
-    gradients = torch.tensor(ranks[0]["by hand"])
-    assert ranks[0]["by hand"] == ranks[1]["by hand"]
+@on_ranks(2)
+def test_a_hook_for_a_wrapper_of_ones_own():
+    handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=2)
+    model = DistributedDataParallel(nn.Linear(4, 4), **handler.to_kwargs())
+    handler.register_comm_hook(model)
+    model(torch.rand(2, 4)).sum().backward()
+    gradients = model.module.weight.grad
     assert torch.equal(gradients.half().float(), gradients)
-    assert ranks[0]["as set"] == 2 << 20
+    assert gather_object([gradients.tolist()]) == [gradients.tolist()] * 2
 
 
-def test_random_numbers_that_ranks_take_from_rank_0(ranks):
-    first, second = ranks
-    for name in ("no types", "both", "torch", "seedable"):
-        assert sorted(first[name]["order"] + second[name]["order"]) == list(range(8))
-    assert first["no types"]["drawn"] != second["no types"]["drawn"]
-    for name in ("both", "torch"):
-        assert first[name]["drawn"] == second[name]["drawn"]
+@on_ranks(2)
+def test_a_handler_that_comes_after_the_accelerator():
+    """As Transformers' Trainer sets it."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
+    assert accelerator.prepare(nn.Linear(2, 1)).bucket_bytes_cap == 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("rng_types", "seedable"),
+    [
+        (None, False),
+        ([utils.RNGType.TORCH, "generator"], False),
+        (["torch"], False),
+        (["torch"], True),
+    ],
+)
+@on_ranks(2)
+def test_random_numbers_that_ranks_take_from_rank_0(rng_types, seedable):
+    config = DataLoaderConfiguration(use_seedable_sampler=seedable)
+    accelerator = Accelerator(cpu=True, rng_types=rng_types, dataloader_config=config)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
+    order = [number for batch in loader for number in batch.tolist()]
+    assert sorted(gather_object(order)) == list(range(8))
+    first, second = gather_object([float(torch.rand(()))])
+    assert (first == second) == bool(rng_types)
 
 
 def test_random_numbers_that_a_rank_does_not_have():
@@ -194,20 +148,18 @@ def test_random_numbers_that_a_rank_does_not_have():
             Accelerator(cpu=True, rng_types=given)
 
 
-def test_what_slices_dispatched_batches(ranks):
-    assert [each["sliced"] for each in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-
-
-def on_two_machines(folder, save_on_each_node):
+@pytest.mark.parametrize("each", [True, False])
+@on_ranks(2)
+def test_each_machine_writes_where_it_is_asked_to(each, tmp_path):
     """Each rank is the first of a machine, whose disk no other one sees."""
+    rank = os.environ["RANK"]
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    own = Path(folder, f"machine {os.environ['RANK']}")
+    own = tmp_path / f"machine {rank}"
     own.mkdir()
     os.chdir(own)
     checkpoint.start.resolved = Path  # one path, two disks
-    accelerator = Accelerator(
-        cpu=True, project_config=ProjectConfiguration(save_on_each_node=save_on_each_node)
-    )
+    project = ProjectConfiguration(save_on_each_node=each)
+    accelerator = Accelerator(cpu=True, project_config=project)
     inner = nn.Linear(2, 1)
     model, _ = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
     before = inner.weight.tolist()
@@ -219,34 +171,19 @@ def on_two_machines(folder, save_on_each_node):
         told = str(error)
     accelerator.save_model(model, "weights")
     accelerator.save({"a": 1}, "object.bin")
-    utils.save({"a": 1}, "by hand.bin", save_on_each_node=save_on_each_node)
+    utils.save({"a": 1}, "by hand.bin", save_on_each_node=each)
     written = sorted(str(path) for path in Path().glob("**/*") if path.is_file())
-    loaded = None
-    if save_on_each_node:
+    others = [name for name in written if not name.startswith("state")]
+    by_rank_0 = ["by hand.bin", "object.bin", "weights/model.safetensors"]
+    assert others == (by_rank_0 if each or rank == "0" else [])
+    if each:
+        of_state = ["model.safetensors", "optimizer.bin", f"random_states_{rank}.pkl"]
+        assert sorted(os.listdir("state")) == of_state
         nn.init.zeros_(inner.weight)
         accelerator.load_state("state")
-        loaded = inner.weight.tolist() == before
-    return {"written": written, "loaded": loaded, "told": told}
-
-
-def test_each_machine_writes_where_it_is_asked_to(tmp_path):
-    for each, folder in ((True, "each"), (False, "one")):
-        (tmp_path / folder).mkdir()
-        first, second = run_ranks(on_two_machines, 2, str(tmp_path / folder), each)
-        by_rank_0 = ["by hand.bin", "object.bin", "weights/model.safetensors"]
-        of_state = ["state/model.safetensors", "state/optimizer.bin", "state/random_states_{}.pkl"]
-        for rank, got in enumerate((first, second)):
-            if each:
-                assert got["written"] == sorted(
-                    [*by_rank_0, *(path.format(rank) for path in of_state)]
-                )
-                assert got["loaded"]
-            else:
-                others = [name for name in got["written"] if not name.startswith("state")]
-                assert others == ([] if rank else by_rank_0)
-    # Rank 0 says so too, unless it has published before rank 1 came.
-    for got in (first, second) if first["told"] else (second,):
-        assert "is not seen on the machine of rank" in got["told"]
+        assert inner.weight.tolist() == before
+    elif rank == "1" or told:  # rank 0 says so too, unless it has published before rank 1 came
+        assert "is not seen on the machine of rank" in told
 
 
 # ---- one process
