@@ -6,6 +6,7 @@ Trainings, twins and tolerances are those of ``test_matrix`` and ``test_context`
 import pytest
 
 from tests.training import test_context, test_matrix
+from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,5 +25,4 @@ def test_a_strategy_equals_one_process(strategy):
     "context", [name for name, row in test_context.CONTEXTS.items() if row[0] == 8]
 )
 def test_divided_sequences_equal_one_process(context):
-    for of_rank in test_context.trained(8):
-        test_context.check(context, of_rank[context])
+    run_ranks(test_context.check, 8, context, timeout=180)

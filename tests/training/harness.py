@@ -24,7 +24,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ def run_ranks(
     return [value for _, value in replies]
 
 
-def on_ranks(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(num_ranks: int | str, **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Let each of so many ranks run this test, which is given what pytest gives it.
 
+    A text is the name of the argument that says how many.
     What a rank asserts shows its values where it fails, as in any test. ``options`` are those of
     ``run_ranks``.
     """
@@ -114,11 +116,22 @@ def on_ranks(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], 
             if _IS_RANK in os.environ:
                 test(*args)
             else:
-                run_ranks(on_each, num_ranks, *given.values(), **options)
+                count = given[num_ranks] if isinstance(num_ranks, str) else num_ranks
+                run_ranks(on_each, count, *given.values(), **options)
 
         return on_each
 
     return decorate
+
+
+@contextlib.contextmanager
+def warnings_about(text: str = "") -> Iterator[list[str]]:
+    """Give the warnings of the block that have this text; none of them is shown."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [told for told in (str(one.message) for one in caught) if text in told]
 
 
 def refusal_of(call: Callable[[], object]) -> str:

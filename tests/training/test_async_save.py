@@ -19,8 +19,9 @@ from notebook_accel import (
     notebook_launcher,
 )
 from notebook_accel.training import files
+from notebook_accel.training.processes.topology import barrier
 from tests.training import resuming
-from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
+from tests.training.harness import on_ranks
 from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
 from tests.waiting import eventually
 
@@ -154,45 +155,27 @@ def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def train_all(folder, is_async, stop):
-    """Save after each step; the first three alone where nobody goes on from there."""
-    return {
-        mesh: resuming.train(
-            f"{folder}/{mesh}",
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mesh", [None, "fsdp, blocks", "tensor", "1F1B"])
+@on_ranks(2, timeout=120)
+def test_ranks_write_while_they_train(mesh, tmp_path):
+    def losses_of(name, in_background, stop):
+        return resuming.train(
+            tmp_path / name,
             mesh,
             samples=8,
-            saves=lambda number: is_async or number <= 3,
-            in_background=is_async,
+            saves=lambda number: in_background or number <= 3,
+            in_background=in_background,
             stop=stop,
         )["losses"]
-        for mesh in filter(runs_here, SPREAD)
-    }
 
-
-SPREAD = (None, "fsdp, blocks", "tensor", "1F1B")
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """Where ranks have saved, and what each saw: of a training that saves as it goes; of one that
-    saves in the background and stops; and of one that goes on from there."""
-    root = tmp_path_factory.mktemp("spread")
-    seen = [
-        run_ranks(train_all, 2, str(root / name), is_async, stop, timeout=120)
-        for name, is_async, stop in (("whole", False, 99), ("parts", True, 3), ("parts", True, 99))
-    ]
-    return root, seen
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("mesh", SPREAD)
-def test_ranks_write_while_they_train(mesh, written):
-    skip_unless_it_runs(mesh)
-    root, seen = written
-    for whole, first, rest in zip(*seen, strict=True):
-        one, before, after = whole[mesh], first[mesh], rest[mesh]
-        assert {**before, **after} == one
-        assert len(after) == 8 - 2, "the window that was open is read again"
-    folders = [root / name / str(mesh) / "checkpoint_2" for name in ("whole", "parts")]
-    names = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) for folder in folders]
-    assert names[0] == names[1]
+    whole = losses_of("whole", False, 99)
+    before, after = (losses_of("parts", True, stop) for stop in (3, 99))
+    assert {**before, **after} == whole
+    assert len(after) == 8 - 2, "the window that was open is read again"
+    barrier()
+    written, expected = (
+        sorted(path.relative_to(folder) for path in folder.rglob("*"))
+        for folder in (tmp_path / name / "checkpoint_2" for name in ("parts", "whole"))
+    )
+    assert written == expected

@@ -20,7 +20,7 @@ from notebook_accel.training.strategies.compiling import (
     has_compiled_regions,
     is_compiled_module,
 )
-from tests.training.harness import on_ranks, run_ranks
+from tests.training.harness import on_ranks
 from tests.training.meshes import FLOAT_ERROR, MESHES, check_weights, train, twin
 from tests.training.test_pipeline import CASES as PIPELINE_CASES
 
@@ -142,42 +142,26 @@ def test_settings_that_make_no_sense_are_refused():
 
 
 SPREAD = {
-    "replicas": (None, TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
-    "fsdp": ("fsdp", TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
-    "fsdp, forward twice": ("fsdp, forward twice", REGIONS),
-    "tensor": ("tensor", TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER)),
-    "fsdp x tensor": ("fsdp x tensor", REGIONS),
+    "replicas": (2, None, TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
+    "fsdp": (2, "fsdp", TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
+    "fsdp, forward twice": (2, "fsdp, forward twice", REGIONS),
+    "tensor": (2, "tensor", TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER)),
+    "fsdp x tensor": (4, "fsdp x tensor", REGIONS),
 }
 
 
-def train_compiled(names):
-    results = {}
-    for name in names:
-        torch._dynamo.utils.counters.clear()
-        mesh, plugin = SPREAD[name]
-        results[name] = train(mesh, {"settings": {"dynamo_plugin": plugin}, "accumulate": 2})
-        results[name]["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        torch.compiler.reset()
-    return results
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_compiled_model_that_is_spread_equals_one_process(ranks):
-    names = [
-        name for name, (mesh, _) in SPREAD.items() if (MESHES[mesh][0] if mesh else 2) == ranks
-    ]
-    results = run_ranks(train_compiled, ranks, names, timeout=180)
-    for name in names:
-        mesh = SPREAD[name][0]
-        shares = MESHES[mesh][1] if mesh else 2
-        expected = twin(shares, {"accumulate": 2})
-        error = FLOAT_ERROR * (2 * 16 // shares)
-        for result in results:
-            ours = result[name]
-            assert ours["graphs"] > 0, name
-            assert ours["losses"] == pytest.approx(expected["losses"], abs=error), name
-            check_weights(ours["weights"], expected["weights"], error)
+@pytest.mark.parametrize(("name", "ranks"), [(name, row[0]) for name, row in SPREAD.items()])
+@on_ranks("ranks", timeout=180)
+def test_a_compiled_model_that_is_spread_equals_one_process(name, ranks):
+    _, mesh, plugin = SPREAD[name]
+    ours = train(mesh, {"settings": {"dynamo_plugin": plugin}, "accumulate": 2})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    shares = MESHES[mesh][1] if mesh else 2
+    expected = twin(shares, {"accumulate": 2})
+    error = FLOAT_ERROR * (2 * 16 // shares)
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
+    check_weights(ours["weights"], expected["weights"], error)
 
 
 @on_ranks(2, timeout=180)

@@ -4,8 +4,6 @@ On the CPU, keys and values are gathered; torch's ring, which accelerators use, 
 Tolerances are those of ``meshes``, and in bf16 and fp16 those of ``test_matrix``.
 """
 
-from functools import cache
-
 import pytest
 import torch
 from torch import nn
@@ -157,7 +155,6 @@ def parts_of(accelerator, loss):
     return torch.stack(parts)
 
 
-@cache
 def twin(shares, name):
     case = CASES[name]
     tokens = data(case.get("samples", 8))
@@ -173,28 +170,14 @@ def twin(shares, name):
     )
 
 
-def train_all(contexts):
-    return {
-        context: {name: train(CONTEXTS[context][2], case) for name, case in CASES.items()}
-        for context in contexts
-    }
-
-
-@cache
-def trained(ranks):
-    """What each rank saw, of all that take so many."""
-    contexts = [name for name, (needed, _, _) in CONTEXTS.items() if needed == ranks]
-    return run_ranks(train_all, ranks, contexts, timeout=180)
-
-
-def check(context, ours):
-    """Compare what one rank saw, case by case, with the twin."""
+def check(context):
+    """Train on this rank, case by case, and compare with the twin."""
+    _, shares, sizes = CONTEXTS[context]
     for name, case in CASES.items():
-        expected = twin(CONTEXTS[context][1], name)
+        expected, mine = twin(shares, name), train(sizes, case)
         # Each product is rounded once: a loss of order 1 moves by a few roundings.
         rounding = ROUNDING[case.get("precision")]
         error = 16 * FLOAT_ERROR + 8 * rounding
-        mine = ours[name]
         assert mine["losses"] == pytest.approx(expected["losses"], abs=error), name
         assert mine["norms"] == pytest.approx(expected["norms"], rel=1e-5 + 16 * rounding), name
         tokens = data(case.get("samples", 8))[:, :-1].tolist()
@@ -208,8 +191,7 @@ def check(context, ours):
     "context", with_long_ones({name: row[0] for name, row in CONTEXTS.items() if row[0] < 8})
 )
 def test_divided_sequences_equal_one_process(context):
-    for of_rank in trained(CONTEXTS[context][0]):
-        check(context, of_rank[context])
+    run_ranks(check, CONTEXTS[context][0], context, timeout=180)
 
 
 def train_transformers(context):

@@ -21,7 +21,7 @@ from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
 from notebook_accel.training.settings.handlers import DataLoaderConfiguration
-from tests.training.harness import on_ranks, run_ranks, runs_here, skip_unless_it_runs
+from tests.training.harness import on_ranks
 from tests.training.loading import CPU, LISTS, TABLE, SizedStream, Stream, lists, numbers, read
 
 INDEX_OF_RANK = (0, 0, 1, 1)
@@ -105,19 +105,6 @@ def prepare(loader, shares, **config):
     )
 
 
-def read_all():
-    """What this rank reads and gathers under each layout, and where every rank reads on its own."""
-    found = {
-        name: read_golden(shares_of(sizes))
-        for name, (_, sizes) in LAYOUTS.items()
-        if runs_here(name)
-    }
-    # The same four ranks, which shard the model two by two or not at all.
-    found["sharding"] = read_golden(shares_of({"dp_replicate_size": 2, "dp_shard_size": 2}))
-    found["plain"] = read_golden(DataGroup.of_all_ranks(4, this_rank()))
-    return found
-
-
 def shares_of(sizes):
     Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
     shares = current_data_group()
@@ -125,10 +112,10 @@ def shares_of(sizes):
     return shares
 
 
-def read_golden(shares):
-    cases = {**GOLDEN, "one for four": Case(partial(numbers, 1, 4), ["0000", "0000"])}
+def read_all(shares):
+    """What this rank reads of each loader, and what it gathers."""
     found = {}
-    for name, case in cases.items():
+    for name, case in GOLDEN.items():
         batches, gathered = [], []
         for batch in prepare(case.make(), shares, **case.config):
             batches.append(batch.tolist())
@@ -138,30 +125,26 @@ def read_golden(shares):
     return found
 
 
-@pytest.fixture(scope="module")
-def readings():
-    return run_ranks(read_all, 4)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_a_share_read_the_golden_batches(layout, readings):
-    skip_unless_it_runs(layout)
+@on_ranks(4)
+def test_ranks_of_a_share_read_the_golden_batches(layout):
+    share_of_rank, sizes = LAYOUTS[layout]
+    found = read_all(shares_of(sizes))
     for name, case in GOLDEN.items():
         golden = [read(text) for text in case.golden]
-        found = [of_rank[layout][name] for of_rank in readings]
-        assert [batches for batches, _ in found] == [
-            golden[share] for share in LAYOUTS[layout][0]
-        ], name
+        batches, gathered = found[name]
+        assert batches == golden[share_of_rank[this_rank()]], name
         # Gathered, each sample counts once.
         once = {index for batches in golden for batch in batches for index in batch}
-        expected = sorted(once) if case.gathers(2) else []
-        assert [gathered for _, gathered in found] == [expected] * 4, name
+        assert gathered == (sorted(once) if case.gathers(2) else []), name
 
 
-def test_ranks_that_shard_read_as_plain_ranks_do(readings):
-    for of_rank in readings:
-        assert of_rank["sharding"] == of_rank["plain"]
-        assert of_rank["plain"]["one for four"] == ([[0, 0, 0, 0]], [0])
+@on_ranks(4)
+def test_ranks_that_shard_read_as_plain_ranks_do():
+    plain = DataGroup.of_all_ranks(4, this_rank())
+    assert lists(prepare(numbers(1, 4), plain)) == [[0, 0, 0, 0]]
+    expected = read_all(plain)
+    assert read_all(shares_of({"dp_replicate_size": 2, "dp_shard_size": 2})) == expected
 
 
 @on_ranks(4)

@@ -106,63 +106,39 @@ def uneven_first(size):
 # In these, ranks have batches of different sizes at the same step. All have as many batches: a
 # rank without one would gather nothing, and the others wait for it.
 UNEVEN = {
-    "batches of one's own": lambda: prepare(
-        DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])
+    "batches of one's own": lambda: (
+        prepare(DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])), 6,
     ),
-    "batches of one's own, dispatched": lambda: prepare(
-        DataLoader(range(100), batch_sampler=uneven_first(num_ranks())), dispatch_batches=True
+    "batches of one's own, dispatched": lambda: (
+        prepare(
+            DataLoader(range(100), batch_sampler=uneven_first(num_ranks())), dispatch_batches=True
+        ),
+        num_ranks() * (num_ranks() + 1) // 2 + 2 * num_ranks(),
     ),
-    "samples, not batches": lambda: prepare(
-        DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)
+    "samples, not batches": lambda: (
+        prepare(DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)), 5,
     ),
-    "divided by workers, each with a last round": lambda: prepare(
-        DataLoader(OfWorker(10), batch_size=2, num_workers=2), dispatch_batches=False
+    "divided by workers, each with a last round": lambda: (
+        prepare(DataLoader(OfWorker(10), batch_size=2, num_workers=2), dispatch_batches=False), 10,
     ),
-    "divides itself": lambda: prepare(
-        DataLoader(Sharded(num_ranks() * 3 - 1), batch_size=3), dispatch_batches=False
+    "divides itself": lambda: (
+        prepare(DataLoader(Sharded(num_ranks() * 3 - 1), batch_size=3), dispatch_batches=False),
+        num_ranks() * 3 - 1,
     ),
-}
-
-
-def counts_of_uneven(size):
-    return {
-        "batches of one's own": 6,
-        "batches of one's own, dispatched": size * (size + 1) // 2 + 2 * size,
-        "samples, not batches": 5,
-        "divided by workers, each with a last round": 10,
-        "divides itself": size * 3 - 1,
-    }
-
-
-def gathers_even():
-    return {
-        name: (seen(loader), count, weighed(loader, count)) for name, (loader, count) in made(CASES)
-    }
-
-
-def gathers_uneven():
-    return {name: seen(loader) for name, loader in made(UNEVEN)}
-
-
-def made(cases):
-    return ((name, make()) for name, make in cases.items())
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks("size")
 def test_each_sample_counts_once(size):
-    for results in run_ranks(gathers_even, size):
-        assert results.keys() == CASES.keys()
-        for name, (values, count, (rows, expected)) in results.items():
-            assert values == list(range(count)), name
-            assert rows == expected, name
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_sample_counts_once_where_ranks_have_more_or_fewer(size):
-    for results in run_ranks(gathers_uneven, size):
-        assert results.keys() == UNEVEN.keys()
-        for name, count in counts_of_uneven(size).items():
-            assert sorted(results[name]) == list(range(count)), name
+    for name, make in CASES.items():
+        loader, count = make()
+        assert seen(loader) == list(range(count)), name
+        rows, expected = weighed(loader, count)
+        assert rows == expected, name
+    for name, make in UNEVEN.items():
+        loader, count = make()
+        assert sorted(seen(loader)) == list(range(count)), name
 
 
 class Result(dict):

@@ -404,34 +404,6 @@ def test_skipping_batches_of_a_loader_not_prepared():
             skip_first_batches(raw, number)
 
 
-@pytest.mark.parametrize("seedable", [False, True])
-@pytest.mark.parametrize("given", [0, 1, 3])
-def test_a_restored_loader_gives_the_rest_of_its_epoch(given, seedable):
-    def loader(seed):
-        set_seed(seed)
-        return prepare(numbers(10, 2, shuffle=True), use_seedable_sampler=seedable, data_seed=1)
-
-    first = loader(1)
-    list(first)
-    taken = first.state_dict()
-    rest = []
-    for count, batch in enumerate(first):
-        if count >= given:
-            rest.append(batch.tolist())
-        if count + 1 == given:
-            taken = first.state_dict()
-    following = lists(first)
-    second = loader(2)
-    list(second), list(second)
-    second.load_state_dict(taken)
-    assert lists(second) == rest
-    assert lists(second) == following, "the epoch after it differs"
-    third = loader(3)
-    third.load_state_dict(taken)
-    assert lists(skip_first_batches(third, 4)) == rest[4 - given :], "not absolute"
-    assert lists(third) == following
-
-
 def test_a_loader_that_is_prepared_again_goes_on_in_the_same_order():
     raw = numbers(10, 2, shuffle=True)
     first = prepare(raw)

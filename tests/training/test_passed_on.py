@@ -36,6 +36,26 @@ INPUTS = torch.ones(3, 4)
 
 # ---- several ranks
 
+
+@on_ranks(2)
+def test_options_of_torchs_wrapper_reach_it():
+    options = {
+        "static_graph": True,
+        "broadcast_buffers": False,
+        "bucket_cap_mb": 1,
+        "find_unused_parameters": True,
+    }
+    handlers = [DistributedDataParallelKwargs(**options)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    found = (model.static_graph, model.broadcast_buffers, model.find_unused_parameters)
+    assert found == (True, False, True)
+    assert model.bucket_bytes_cap == 1 << 20
+    # Set later, as Transformers' Trainer does.
+    accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
+    assert accelerator.prepare(nn.Linear(2, 1)).bucket_bytes_cap == 2 << 20
+
+
 # From the third step on; weights of 16 x 16 are worth compressing to a rank of 1.
 POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
 
@@ -44,42 +64,24 @@ POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
     "options",
     [
         {"comm_hook": "fp16"},
-        {"comm_hook": "power_sgd", "comm_state_option": POWER},
         {"comm_hook": "power_sgd", "comm_wrapper": "fp16", "comm_state_option": POWER},
-        {"static_graph": True},
-        {"broadcast_buffers": False},
-        {"bucket_cap_mb": 1},
-        {"find_unused_parameters": True},
     ],
-    ids=str,
+    ids=["fp16", "power_sgd in fp16"],
 )
 @on_ranks(2)
-def test_how_models_are_wrapped(options):
+def test_a_hook_compresses_what_travels_between_ranks(options):
+    """Of a model that is prepared, and of one that the user wraps."""
     handler = DistributedDataParallelKwargs(**options)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
-    trained = list(inner.parameters())
-    if handler.find_unused_parameters:
-        inner.register_parameter("unused", nn.Parameter(torch.zeros(1)))
-    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
-    generator = torch.Generator().manual_seed(accelerator.process_index)
-    for _ in range(4):
-        inputs = torch.randn(8, 16, generator=generator)
-        optimizer.zero_grad()
-        accelerator.backward((model(inputs) - inputs[:, :1]).square().mean())
-        optimizer.step()
-    with torch.no_grad():
-        model.eval()(inputs)  # buffers travel at each forward
-    weights = torch.cat([weight.flatten() for weight in trained]).tolist()
-    assert gather_object([weights]) == [weights] * 2, "ranks stay alike"
-    first, second = gather_object([inner[1].running_mean.tolist()])
-    assert (first == second) == options.get("broadcast_buffers", True)
-    assert model.static_graph == options.get("static_graph", False)
-    assert model.bucket_bytes_cap == options.get("bucket_cap_mb", 25) << 20
-    gradients = torch.cat([weight.grad.flatten() for weight in trained])
-    is_short = torch.equal(gradients.half().float(), gradients)
-    assert is_short == ("fp16" in options.values()), "travelled in 16 bits"
+    by_hand = DistributedDataParallel(nn.Linear(16, 16), **handler.to_kwargs())
+    handler.register_comm_hook(by_hand)
+    prepared = Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(nn.Linear(16, 16))
+    for model in (by_hand, prepared):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.rand(2, 16)).sum().backward()
+        gradients = model.module.weight.grad
+        assert torch.equal(gradients.half().float(), gradients)
+        assert gather_object([gradients.tolist()]) == [gradients.tolist()] * 2
 
 
 @pytest.mark.parametrize("hook", utils.DDPCommunicationHookType.list())
@@ -100,25 +102,6 @@ def test_hooks_are_those_that_accelerate_registers(hook):
         handler.register_comm_hook(model)
     assert registered[:1] == registered[1:]
     assert bool(registered) == (hook != "no")
-
-
-@on_ranks(2)
-def test_a_hook_for_a_wrapper_of_ones_own():
-    handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=2)
-    model = DistributedDataParallel(nn.Linear(4, 4), **handler.to_kwargs())
-    handler.register_comm_hook(model)
-    model(torch.rand(2, 4)).sum().backward()
-    gradients = model.module.weight.grad
-    assert torch.equal(gradients.half().float(), gradients)
-    assert gather_object([gradients.tolist()]) == [gradients.tolist()] * 2
-
-
-@on_ranks(2)
-def test_a_handler_that_comes_after_the_accelerator():
-    """As Transformers' Trainer sets it."""
-    accelerator = Accelerator(cpu=True)
-    accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
-    assert accelerator.prepare(nn.Linear(2, 1)).bucket_bytes_cap == 2 << 20
 
 
 @pytest.mark.parametrize(

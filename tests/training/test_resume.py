@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from notebook_accel.training.processes.random_numbers import set_seed
 from tests.training.harness import on_ranks
-from tests.training.loading import numbers, prepare
 
 EPOCHS = 3
 
@@ -157,18 +156,3 @@ def test_losses_are_those_of_a_run_that_was_never_stopped(name, tmp_path):
 def test_so_are_those_of_two_ranks_however_they_share_the_data(name, tmp_path):
     whole = learn(OF_TWO_RANKS[name], tmp_path, 2)
     assert learn(OF_TWO_RANKS[name], tmp_path, None) == whole[2:]
-
-
-def test_other_ranks_go_on_at_the_first_sample_not_seen():
-    alone = prepare(numbers(24, 2))
-    batches = iter(alone)
-    for _ in range(6):
-        next(batches)
-    state = alone.state_dict()
-    pair = [prepare(numbers(24, 2), rank, 2) for rank in range(2)]
-    for loader in pair:
-        loader.load_state_dict(state)
-    assert [[batch.tolist() for batch in loader] for loader in pair] == [
-        [[12, 13], [16, 17], [20, 21]],
-        [[14, 15], [18, 19], [22, 23]],
-    ]

@@ -5,7 +5,6 @@ import itertools
 import os
 import shutil
 import tempfile
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
+from notebook_accel.training.collectives import this_rank
+from notebook_accel.training.processes.topology import barrier
 from tests.training import resuming
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks, run_ranks, warnings_about
 from tests.training.meshes import accelerator_for, data, make
 
 EPOCHS, SAMPLES = 3, 10
 
 
-def train(folder, *, stop=0, saves=True, mesh=None):
+def train(folder, mesh=None, stop=0, saves=True):
     found = resuming.train(
         folder, mesh, samples=SAMPLES, epochs=EPOCHS, saves=lambda _: saves, stop=stop
     )
@@ -56,13 +57,6 @@ def test_the_same_line_begins_and_goes_on(tmp_path):
     assert (done["start"], done["losses"]) == ([3, 0, 15, 30], {})
 
 
-def told(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = call()
-    return result, [str(one.message) for one in caught if "passes over" in str(one.message)]
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-20])
 
@@ -84,7 +78,8 @@ def test_a_broken_one_is_named_and_passed_over(name, tmp_path):
     (folder / "checkpoint_2" / "optimizer.bin").unlink()
     shutil.copytree(folder / "checkpoint_1", folder / ".checkpoint_4.01234567.partial")
     (folder / "checkpoint_5").mkdir()
-    part, lines = told(lambda: train(folder, stop=4))
+    with warnings_about("passes over") as lines:
+        part = train(folder, stop=4)
     assert Path(part["folder"]).name == "checkpoint_1"
     assert [line.partition(": ")[0][-12:] for line in lines] == ["checkpoint_3", "checkpoint_2"]
     assert name in lines[0]
@@ -97,7 +92,8 @@ def test_it_begins_anew_where_every_one_is_broken(tmp_path):
     train(tmp_path / "run", stop=2)
     for number in range(2):
         cut(tmp_path / "run" / f"checkpoint_{number}" / "model.safetensors")
-    part, lines = told(lambda: train(tmp_path / "run", stop=4))
+    with warnings_about("passes over") as lines:
+        part = train(tmp_path / "run", stop=4)
     first = dict(itertools.islice(losses_of_whole().items(), 4))
     assert (part["folder"], part["losses"], len(lines)) == (None, first, 2)
     assert part["saved"][0] == "checkpoint_2"
@@ -112,7 +108,8 @@ def test_what_is_found_broken_as_it_is_loaded_is_passed_over_too(tmp_path):
         torch.save({**states, "numpy_random_seed": None}, path)
 
     spoil(2)
-    part, lines = told(lambda: train(tmp_path / "run", stop=1))
+    with warnings_about("passes over") as lines:
+        part = train(tmp_path / "run", stop=1)
     assert Path(part["folder"]).name == "checkpoint_1"
     assert part["losses"].items() <= losses_of_whole().items()
     assert len(lines) == 1
@@ -167,7 +164,8 @@ def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path):
     saves(a, [a / "z", a / "best", a / "m"])
     for safe in (True, False):  # weights alone, newer than the checkpoints
         Accelerator(cpu=True).save_model(nn.Linear(1, 1), a / f"{safe}", safe_serialization=safe)
-    found, lines = told(lambda: loaded(a))
+    with warnings_about("passes over") as lines:
+        found = loaded(a)
     assert not lines
     assert found == (2.0, str(a / "m"), "checkpoint_0")
 
@@ -208,50 +206,44 @@ def test_a_position_that_was_loaded_and_not_yet_used_is_saved_again(tmp_path):
     assert part["losses"].items() <= losses_of_whole().items()
 
 
-def on_ranks(folder, mesh, stop, saves):
-    """Train on this rank; a rank of its own breaks its random state, where that is asked."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = train(folder, stop=stop, mesh=mesh, saves=saves)
-    return {**found, "told": [str(one.message) for one in caught if "passes" in str(one.message)]}
-
-
 @pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
+@on_ranks(2)
 def test_two_ranks_agree(mesh, tmp_path):
-    whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, 0, False)
-    run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, 5 if mesh else 4, True)
-    # What rank 1 alone reads is broken in the newest.
-    cut(tmp_path / "run" / "checkpoint_3" / "random_states_1.pkl")
-    if mesh:
+    whole = train(tmp_path / "whole", mesh, saves=False)["losses"]
+    run = tmp_path / "run"
+    train(run, mesh, stop=5 if mesh else 4)
+    barrier()
+    if this_rank() == 0:
+        # What rank 1 alone reads is broken in the newest.
+        cut(run / "checkpoint_3" / "random_states_1.pkl")
+    if mesh and this_rank() == 0:
         # What no head of a file tells.
-        noisy = tmp_path / "run" / "checkpoint_4" / "pytorch_model_fsdp_0" / "__0_0.distcp"
+        noisy = run / "checkpoint_4" / "pytorch_model_fsdp_0" / "__0_0.distcp"
         noisy.write_bytes(b"\1" * noisy.stat().st_size)
-        parts = tmp_path / "run" / "checkpoint_2" / "pytorch_model_fsdp_0"
-        cut(parts / "__1_0.distcp")
-        (tmp_path / "run" / "checkpoint_1" / "optimizer_0" / "__0_0.distcp").unlink()
-    rest = run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, 0, False)
-    expected = "checkpoint_0" if mesh else "checkpoint_2"
-    for part, one in zip(rest, whole, strict=True):
-        assert Path(part["folder"]).name == expected
-        assert part["losses"].items() <= one["losses"].items()
-        assert len(part["losses"]) == 15 - (0 if mesh else 2)
+        cut(run / "checkpoint_2" / "pytorch_model_fsdp_0" / "__1_0.distcp")
+        (run / "checkpoint_1" / "optimizer_0" / "__0_0.distcp").unlink()
+    barrier()
+    with warnings_about("passes over") as told:
+        rest = train(run, mesh, saves=False)
+    assert Path(rest["folder"]).name == ("checkpoint_0" if mesh else "checkpoint_2")
+    assert rest["losses"].items() <= whole.items()
+    assert len(rest["losses"]) == 15 - (0 if mesh else 2)
     reasons = ["random_states_1.pkl"]
     if mesh:
         model, optimizer = (
             f"{n} could not be read" for n in ("pytorch_model_fsdp_0", "optimizer_0")
         )
         reasons = [model, *reasons, model, optimizer]
-    assert len(rest[0]["told"]) == len(reasons)
-    assert all(reason in line for reason, line in zip(reasons, rest[0]["told"], strict=True))
-    assert rest[1]["told"] == []
+    assert len(told) == (len(reasons) if this_rank() == 0 else 0)
+    assert all(reason in line for reason, line in zip(reasons, told, strict=False))
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
 def test_another_number_of_ranks_goes_on_at_the_first_sample_not_seen(mesh, tmp_path):
-    run_ranks(on_ranks, 2, str(tmp_path), mesh, 7, True)
+    run_ranks(train, 2, str(tmp_path), mesh, 7)
     part = train(tmp_path, mesh=mesh)
     # 7 batches of 2 ranks: an epoch of 10 samples, and 4 samples.
     assert part["start"] == [1, 4, 4, 14]
     assert list(part["losses"])[:2] == ["1 4", "1 5"]
-    back = run_ranks(on_ranks, 2, str(tmp_path), mesh, 2, True)
+    back = run_ranks(train, 2, str(tmp_path), mesh, 2)
     assert back[0]["start"] == back[1]["start"] == [3, 0, 12, 30]

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.processes.topology import barrier
 from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training import resuming
-from tests.training.harness import on_ranks, run_ranks
+from tests.training.harness import on_ranks, run_ranks, warnings_about
 from tests.training.test_checkpoint import Evil
 from tests.waiting import eventually
 
@@ -180,10 +179,8 @@ def test_rank_0_may_save_alone(tmp_path):
     assert [Path(path).name for path in paths] == ["all", "checkpoint_2"]
     assert (files(tmp_path / "alone"), files(tmp_path / "all")) == (OF_RANK_0, FILES)
     assert files(tmp_path / "checkpoints") == [f"checkpoint_{number}" for number in range(3)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_about("random states") as told:
         accelerator.load_state(tmp_path / "alone")
-    told = [str(one.message) for one in caught if "random states" in str(one.message)]
     assert len(told) == (accelerator.process_index == 1), "in one line"
     assert all("alone has no random states for rank 1, 2, which took" in text for text in told)
 
@@ -193,11 +190,10 @@ def test_other_ranks_alone_save_nothing_and_do_not_hang(tmp_path):
     """Each by its own validation loss, say."""
     saves._BEGIN_SECONDS = 0.2
     accelerator, parts = setup()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_about() as told:
         if not accelerator.is_main_process:
             save(accelerator, tmp_path / "best")
-    assert len(caught) == (not accelerator.is_main_process)
+    assert len(told) == (not accelerator.is_main_process)
     barrier()
     step(accelerator, parts)
     save(accelerator, tmp_path / "last")
@@ -313,21 +309,22 @@ def test_no_empty_file_stays_of_a_rank_that_fails(fails_first, tmp_path):
     assert files(path) == [*OF_RANK_0, FILES[4]]
 
 
-def train(folder, stop):
-    """As most published scripts of diffusers, which save by their main process."""
-    return resuming.train(
-        folder, samples=12, saves=lambda number: this_rank() == 0 and number % 4 == 3, stop=stop
-    )["losses"]
-
-
+@on_ranks(2)
 def test_a_training_that_rank_0_alone_saves_is_resumed_to_the_bit(tmp_path):
-    whole = run_ranks(train, 2, str(tmp_path / "whole"), 0)
-    first = run_ranks(train, 2, str(tmp_path / "parts"), 8)
-    rest = run_ranks(train, 2, str(tmp_path / "parts"), 0)
-    for one, before, after in zip(whole, first, rest, strict=True):
-        # Saved after the first of the second epoch's batches, whose window is read again.
-        assert next(iter(after)) == "1 0"
-        assert {**before, **after} == one
+    """As most published scripts of diffusers, which save by their main process."""
+
+    def losses_of(name, stop):
+        return resuming.train(
+            tmp_path / name,
+            samples=12,
+            saves=lambda number: this_rank() == 0 and number % 4 == 3,
+            stop=stop,
+        )["losses"]
+
+    whole, before, after = losses_of("whole", 0), losses_of("parts", 8), losses_of("parts", 0)
+    # Saved after the first of the second epoch's batches, whose window is read again.
+    assert next(iter(after)) == "1 0"
+    assert {**before, **after} == whole
 
 
 def dies_in_its_save(folder):
@@ -355,11 +352,9 @@ def dies_in_its_save(folder):
 @on_ranks(2)
 def check_that_it_is_passed_over(folder):
     accelerator, _ = setup()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_about() as told:
         assert accelerator.resume_or_start(folder).folder == str(folder / "checkpoint_0")
         accelerator.load_state(folder / "checkpoint_1")
-    told = [str(one.message) for one in caught]
     if accelerator.is_main_process:
         assert "passes over" in told[0]
         assert "a rank ended before it had written its random_states_1.pkl" in told[0]

@@ -1,6 +1,5 @@
 """Slips that no error tells of: a loader not prepared, a plain backward, a model unwrapped."""
 
-import warnings
 from contextlib import suppress
 from itertools import islice
 
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from tqdm.auto import tqdm
 
 from notebook_accel import Accelerator
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks, warnings_about
 
 _DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
 
@@ -61,41 +60,15 @@ class _Tolerant(DataLoader[torch.Tensor]):
                 yield next(batches)
 
 
-def read_on():
+@on_ranks(2)
+def test_a_loader_can_be_read_on_after_a_bad_sample():
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
     plain = _Tolerant(_Torn(), batch_size=1)
     prepared = accelerator.prepare(_Tolerant(_Torn(), batch_size=1))
-    return [[float(batch[0, 0]) for batch in loader] for loader in (plain, prepared, prepared)]
-
-
-def test_a_loader_can_be_read_on_after_a_bad_sample():
-    first, second = run_ranks(read_on, 2)
-    assert first[0] == second[0] == [0, 1, 3, 4, 5]
-    assert first[1] == first[2] == [0, 4]
-    assert second[1] == second[2] == [1, 3, 5]
-
-
-def train(kind):
-    torch.manual_seed(1)
-    accelerator = Accelerator(cpu=True)
-    train_loader = _loader(kind, accelerator)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(1 if "stream" in kind else 3):
-            if kind == "evaluated":
-                model.eval()
-            # Counted, as a bar does it: the name is the one of this line.
-            for batch in tqdm(train_loader, disable=True):
-                inputs = batch[0] if isinstance(batch, list) else batch
-                if kind != "evaluated":
-                    accelerator.backward(model(inputs).sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert len(list(train_loader)) > 1
-    return [str(one.message) for one in caught if "prepared" in str(one.message)]
+    mine = [[0, 4], [1, 3, 5]][accelerator.process_index]
+    for loader, samples in ((plain, [0, 1, 3, 4, 5]), (prepared, mine), (prepared, mine)):
+        assert [float(batch[0, 0]) for batch in loader] == samples
 
 
 @pytest.mark.parametrize(
@@ -110,65 +83,75 @@ def train(kind):
         "evaluated": False,
     }.items(),
 )
+@on_ranks(2)
 def test_a_loader_that_was_not_prepared_is_named_once(kind, is_told):
-    told = (
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    train_loader = _loader(kind, accelerator)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+    with warnings_about("prepared") as told:
+        for _ in range(1 if "stream" in kind else 3):
+            if kind == "evaluated":
+                model.eval()
+            # Counted, as a bar does it: the name is the one of this line.
+            for batch in tqdm(train_loader, disable=True):
+                inputs = batch[0] if isinstance(batch, list) else batch
+                if kind != "evaluated":
+                    accelerator.backward(model(inputs).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert len(list(train_loader)) > 1
+    line = (
         "train_loader was not prepared: the ranks train on the same batches, 2 times each. Write "
         "train_loader = accelerator.prepare(train_loader)"
     )
     # Rank 0 warns for the machine.
-    assert run_ranks(train, 2, kind) == [[told] * is_told, []]
+    assert told == [line] * (is_told and accelerator.is_main_process)
 
 
-def accumulate(way, num_steps):
+@pytest.mark.parametrize(
+    ("is_plain", "num_steps", "is_told"), [(True, 2, True), (True, 1, False), (False, 2, False)]
+)
+@on_ranks(1)
+def test_a_plain_backward_inside_accumulate_is_named_once(is_plain, num_steps, is_told):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_about("loss.backward()") as told:
         for _ in range(4):
             with accelerator.accumulate(model):
                 loss = model(torch.ones(1, 2)).sum()
-                if way == "plain":
+                if is_plain:
                     loss.backward()
                 else:
                     accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    return [str(one.message) for one in caught if "loss.backward()" in str(one.message)]
+    assert len(told) == is_told
+    assert all("not divided by 2. Write accelerator.backward(loss)" in text for text in told)
 
 
-def test_a_plain_backward_inside_accumulate_is_named_once():
-    cases = {("plain", 2): 1, ("plain", 1): 0, ("ours", 2): 0}
-    said = {case: run_ranks(accumulate, 1, *case)[0] for case in cases}
-    assert {case: len(texts) for case, texts in said.items()} == cases
-    assert "not divided by 2. Write accelerator.backward(loss)" in said["plain", 2][0]
-
-
-WAYS = {
-    "wrapper": lambda accelerator, model: model,
-    "forward": lambda accelerator, model: model.forward,
-    "module": lambda accelerator, model: model.module,
-    "unwrapped": lambda accelerator, model: accelerator.unwrap_model(model),
-}
-
-
-def train_unwrapped(way):
+@pytest.mark.parametrize(
+    ("way", "is_told"),
+    {"wrapper": False, "forward": False, "module": True, "unwrapped": True}.items(),
+)
+@on_ranks(2)
+def test_training_without_the_wrapper_is_named_once(way, is_told):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    called = WAYS[way](accelerator, model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    called = {
+        "wrapper": model,
+        "forward": model.forward,
+        "module": model.module,
+        "unwrapped": accelerator.unwrap_model(model),
+    }[way]
+    with warnings_about("without its wrapper") as told:
         for _ in range(2):
             accelerator.backward(called(torch.ones(1, 2)).sum())
             optimizer.step()
             optimizer.zero_grad()
-    return [str(one.message) for one in caught if "without its wrapper" in str(one.message)]
-
-
-def test_training_without_the_wrapper_is_named_once():
     # Rank 0 warns for the machine.
-    said = {way: run_ranks(train_unwrapped, 2, way)[0] for way in WAYS}
-    counts = {way: len(lines) for way, lines in said.items()}
-    assert counts == {"wrapper": 0, "forward": 0, "module": 1, "unwrapped": 1}
-    assert said["module"][0].startswith("Linear is trained without its wrapper")
+    assert len(told) == (is_told and accelerator.is_main_process)
+    assert all(text.startswith("Linear is trained without its wrapper") for text in told)

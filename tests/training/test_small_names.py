@@ -21,7 +21,7 @@ from tests.training.single import forget_states
 @pytest.mark.parametrize(
     "name", ["DDPCommunicationHookType", "DynamoBackend", "LoggerType", "PrecisionType", "RNGType"]
 )
-def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
+def test_texts_are_asked_for_as_in_accelerate(name):
     ours, theirs = getattr(utils, name), getattr(peer, name)
     assert ours.list() == theirs.list()
     for text in ("fp16", "cuda", "wandb", "EAGER", "nothing", ours.list()[0]):
@@ -30,14 +30,14 @@ def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
     assert 3 not in ours
 
 
-def test_a_function_is_applied_to_the_leaves_that_are_asked_for() -> None:
-    def add(value: int, more: int, *, factor: int) -> int:
+def test_a_function_is_applied_to_the_leaves_that_are_asked_for():
+    def add(value, more, *, factor):
         return (value + more) * factor
 
-    data: Any = {"a": [1, "text"], "b": ((2,), [])}
+    data = {"a": [1, "text"], "b": ((2,), [])}
     for apply in (utils.recursively_apply, peer.recursively_apply):
 
-        def is_number(value: object) -> bool:
+        def is_number(value):
             return isinstance(value, int)
 
         found = apply(add, data, 1, test_type=is_number, factor=10)
@@ -46,20 +46,20 @@ def test_a_function_is_applied_to_the_leaves_that_are_asked_for() -> None:
             apply(add, data, 1, test_type=is_number, error_on_other_type=True, factor=10)
 
 
-def test_what_deepspeed_needs() -> None:
+def test_what_deepspeed_needs():
     weight = nn.Parameter(torch.ones(2))
     with utils.GatheredParameters(weight, 0), utils.GatheredParameters([weight], enabled=False):
         assert weight.numel() == 2
 
 
-def test_classes_are_made_by_hand_as_there() -> None:
+def test_classes_are_made_by_hand_as_there():
     from notebook_accel.data_loader import DataLoaderStateMixin, get_sampler
     from notebook_accel.state import is_initialized
 
     assert not is_initialized()
     notebook_accel.GradientState(notebook_accel.GradientAccumulationPlugin(num_steps=2))
     assert notebook_accel.GradientState().num_steps == 2
-    nothing_said: Any = None
+    nothing_said = None
     assert notebook_accel.GradientAccumulationPlugin(nothing_said).num_steps == 1
     plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     optimizer = AcceleratedOptimizer(plain, True, torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -70,21 +70,19 @@ def test_classes_are_made_by_hand_as_there() -> None:
     assert scheduler.get_last_lr() == [0.5]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch asks for get_last_lr() instead
-        assert scheduler.get_lr() == half.get_lr()  # type: ignore[no-untyped-call]
+        assert scheduler.get_lr() == half.get_lr()
     accelerator = notebook_accel.Accelerator(cpu=True)
     assert is_initialized()
-    loader = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
+    loader = DataLoader(range(4), batch_size=2)
     assert isinstance(get_sampler(loader), SequentialSampler)
-    whole: Any = DataLoader(
-        range(4),  # type: ignore[arg-type]
-        sampler=BatchSampler(SequentialSampler(range(4)), 2, False),
-        batch_size=None,
+    whole = DataLoader(
+        range(4), sampler=BatchSampler(SequentialSampler(range(4)), 2, False), batch_size=None
     )
     assert isinstance(get_sampler(whole), SequentialSampler)
     assert isinstance(accelerator.prepare(loader), DataLoaderStateMixin)
 
 
-def test_loaders_are_made_by_accelerates_arguments() -> None:
+def test_loaders_are_made_by_accelerates_arguments():
     seen = []
     for module in (notebook_accel.data_loader, accelerate.data_loader):
         plain = (False, False, False)  # no torchdata, no dropping, no copies in the background
@@ -102,7 +100,7 @@ def test_loaders_are_made_by_accelerates_arguments() -> None:
     assert seen[:2] == seen[2:]
 
 
-def test_a_state_without_an_accelerator_has_no_plugins() -> None:
+def test_a_state_without_an_accelerator_has_no_plugins():
     library: Any
     for library in (notebook_accel, accelerate):
         for name in ("fsdp_plugin", "deepspeed_plugin", "parallelism_config", "dynamo_plugin"):
@@ -111,7 +109,7 @@ def test_a_state_without_an_accelerator_has_no_plugins() -> None:
             forget_states(library)
 
 
-def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there() -> None:
+def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there():
     ours, theirs = notebook_accel.accelerator, vars(accelerate.accelerator)
     classes = {name for name, value in theirs.items() if inspect.isclass(value)}
     wanted = {name for name in classes if theirs[name].__module__.startswith("accelerate.")}
@@ -120,7 +118,7 @@ def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there() -
     assert ours.DistributedType is notebook_accel.DistributedType
 
 
-def test_tied_weights_are_found_and_tied_again() -> None:
+def test_tied_weights_are_found_and_tied_again():
     model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False))
     model[1].weight = model[0].weight
     ties = tied_names(model)
