@@ -112,64 +112,32 @@ GO_ON = [
 ]
 
 
-def write_all(writers, root):
-    return {writer: train(writer, f"{root}/{writer}", True) for writer in writers}
-
-
-def read_all(pairs, root):
-    return {(writer, reader): train(reader, f"{root}/{writer}", False) for writer, reader in pairs}
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function that gives the checkpoint of a strategy, and the losses after it.
-
-    All of one number of ranks are written together, when the first of them is asked for.
-    """
+    """A function that gives the checkpoint of a strategy, and the losses after it."""
     root = tmp_path_factory.mktemp("saved")
 
     @cache
-    def written(ranks):
-        writers = sorted({one for one, _ in GO_ON if RANKS[one] == ranks and runs_here(one)})
-        return run_ranks(write_all, ranks, writers, str(root))
-
     def saved_by(writer):
         skip_unless_it_runs(writer)
-        first, *others = [result[writer] for result in written(RANKS[writer])]
+        first, *others = run_ranks(train, RANKS[writer], writer, str(root / writer), True)
         assert all(losses == pytest.approx(first) for losses in others)
         return root / writer, first
 
     return saved_by
 
 
-@pytest.fixture(scope="module")
-def losses_after(saved):
-    """A function that gives the losses of each rank that loaded, by writer and reader."""
-
-    @cache
-    def read(*ranks):
-        pairs = [pair for pair in GO_ON if runs_here(pair) and ranks_of(pair) == ranks]
-        folders = [saved(writer)[0] for writer, _ in pairs]
-        return run_ranks(read_all, ranks[1], pairs, str(folders[0].parent))
-
-    return lambda *pair: [result[pair] for result in read(*ranks_of(pair))]
-
-
-def ranks_of(pair):
-    return tuple(RANKS[name] for name in pair)
-
-
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        pytest.param(*pair, marks=[pytest.mark.long] if max(ranks_of(pair)) > 2 else [])
+        pytest.param(*pair, marks=[pytest.mark.long] if max(map(RANKS.get, pair)) > 2 else [])
         for pair in GO_ON
     ],
 )
-def test_whoever_loads_goes_on_as_the_writer_did(writer, reader, saved, losses_after):
-    skip_unless_it_runs((writer, reader))
-    _, expected = saved(writer)
-    for losses in losses_after(writer, reader):
+def test_whoever_loads_goes_on_as_the_writer_did(writer, reader, saved):
+    skip_unless_it_runs(reader)
+    folder, expected = saved(writer)
+    for losses in run_ranks(train, RANKS[reader], reader, str(folder), False):
         assert losses == pytest.approx(expected, abs=10 * FLOAT_ERROR * STEPS)
 
 
