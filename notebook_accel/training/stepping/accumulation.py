@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence, ValuesView
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -167,11 +166,9 @@ def window(
         optimizer.begin_last_batch()
     with ExitStack() as stack:
         if not (accumulation.sync_gradients or accumulation.plugin.sync_each_batch):
-            for each in models:
-                listed = [*each] if isinstance(each, (AbstractSet, ValuesView, Iterator)) else each
-                for model in leaves(listed):
-                    if isinstance(model, torch.nn.Module):  # callers also name optimizers, losses
-                        stack.enter_context(sync(model, False))
+            for model in leaves(models):
+                if isinstance(model, torch.nn.Module):  # callers also name optimizers, losses
+                    stack.enter_context(sync(model, False))
         try:
             yield
         finally:
