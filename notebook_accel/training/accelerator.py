@@ -33,6 +33,7 @@ from notebook_accel.rank.knobs import Knob, make_knob
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training import collectives
 from notebook_accel.training.checkpoint import Checkpoints
+from notebook_accel.training.checkpoint.saves import meet
 from notebook_accel.training.checkpoint.start import Start
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.gathering import gather_for_metrics
@@ -313,9 +314,10 @@ class Accelerator(TrainingInfo):
         self._data_ranks = self._data_group.process_group
         self._checkpoints = Checkpoints(self._prepared, project)
         self._triggered = False
-        self._accumulation.show()
-        self._data_group.show()
-        self._settings.show()
+        # What states and collectives of this rank show from now on.
+        current().shared[Accumulation] = self._accumulation
+        current().shared[DataGroup] = self._data_group
+        current().shared[AcceleratorSettings] = self._settings
         self._prepared.watch.start(self)
 
     # ---- making objects ready -------------------------------------------------------------------
@@ -1042,7 +1044,11 @@ class Accelerator(TrainingInfo):
             >>> os.listdir(folder)
             ['model.safetensors']
         """
-        if self._checkpoints.begin_model() or self._writes:
+        self._checkpoints.wait()
+        if self._checkpoints.needs_all:
+            # A rank that is alone here waits, and is named, before it begins a collective.
+            meet("save_model()", self._request.topology)
+        if self._checkpoints.needs_all or self._writes:
             weights = self._whole_weights(model, keeps=self._writes)
         if self._writes:
             save_model(weights, Path(save_directory), max_shard_size, safe=safe_serialization)
@@ -1241,7 +1247,9 @@ class Accelerator(TrainingInfo):
             >>> folder = accelerator.save_state(tempfile.mkdtemp())
             saves 1 model
         """
-        return _add_hook(self._checkpoints.save_hooks, hook)
+        handle = RemovableHandle(self._checkpoints.save_hooks)
+        self._checkpoints.save_hooks[handle.id] = hook
+        return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a function that runs on every rank before ``load_state`` reads weights.
@@ -1257,7 +1265,9 @@ class Accelerator(TrainingInfo):
             >>> handle = accelerator.register_load_state_pre_hook(lambda models, folder: None)
             >>> handle.remove()
         """
-        return _add_hook(self._checkpoints.load_hooks, hook)
+        handle = RemovableHandle(self._checkpoints.load_hooks)
+        self._checkpoints.load_hooks[handle.id] = hook
+        return handle
 
     # ---- what a person sees ---------------------------------------------------------------------
 
@@ -1865,12 +1875,6 @@ class Accelerator(TrainingInfo):
             "an Accelerator cannot be pickled: its process group, device and trackers are its "
             "process's. Make one in the process that needs it"
         )
-
-
-def _add_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 def _resolve_loaders(

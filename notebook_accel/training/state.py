@@ -29,8 +29,6 @@ from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin
 from notebook_accel.training.strategies.deepspeed_plugin import DeepSpeedPlugin
 
-_SETTINGS = "accelerator settings"
-
 
 class _SharedState:
     """Descriptor that gives the properties of a state class as a dictionary, by name.
@@ -169,10 +167,6 @@ class AcceleratorSettings:
         """The plugins in use, by the argument of ``Accelerator``, such as "fsdp_plugin"."""
         return self.strategy.request.plugins if self.strategy else {}
 
-    def show(self) -> None:
-        """Make these the settings that ``AcceleratorState`` shows on this rank."""
-        current().shared[_SETTINGS] = self
-
 
 def newest_settings() -> AcceleratorSettings:
     """Return the settings with which this rank's newest ``Accelerator`` was made.
@@ -181,7 +175,7 @@ def newest_settings() -> AcceleratorSettings:
         AttributeError: this rank has made no ``Accelerator``, or has called
             ``AcceleratorState._reset_state()`` since.
     """
-    settings: AcceleratorSettings | None = current().shared.get(_SETTINGS)
+    settings: AcceleratorSettings | None = current().shared.get(AcceleratorSettings)
     if settings is None:
         raise AttributeError(
             "`AcceleratorState` object has no attribute to show. This happens if "
@@ -237,7 +231,7 @@ class AcceleratorState(TrainingInfo, PartialState):
         'bf16'
     """
 
-    _shared_state = _SharedState(lambda: _SETTINGS in current().shared)
+    _shared_state = _SharedState(lambda: AcceleratorSettings in current().shared)
 
     torch_tp_plugin: None = None  # ``parallelism_config`` asks for tensor parallelism
     megatron_lm_plugin: None = None  # Megatron-LM is not supported
@@ -270,10 +264,12 @@ class AcceleratorState(TrainingInfo, PartialState):
                     f"is none with this one: make Accelerator({name}=...)"
                 )
         super().__init__(cpu=cpu, **kwargs)
-        if _SETTINGS not in current().shared:
-            AcceleratorSettings(resolve_precision(mixed_precision)).show()
+        shared = current().shared
+        if AcceleratorSettings not in shared:
+            shared[AcceleratorSettings] = AcceleratorSettings(resolve_precision(mixed_precision))
         elif mixed_precision is not None:
-            replace(self._settings, mixed_precision=resolve_precision(mixed_precision)).show()
+            own = replace(self._settings, mixed_precision=resolve_precision(mixed_precision))
+            shared[AcceleratorSettings] = own
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -304,7 +300,7 @@ class AcceleratorState(TrainingInfo, PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        current().shared.pop(_SETTINGS, None)
+        current().shared.pop(AcceleratorSettings, None)
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -328,4 +324,4 @@ def is_initialized() -> bool:
 
     After ``AcceleratorState._reset_state()`` the result is False again.
     """
-    return _SETTINGS in current().shared
+    return AcceleratorSettings in current().shared

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.collectives import gather, gather_object, this_rank
-from notebook_accel.training.collectives.data_group import DataGroup, current_data_group
+from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.loader_wrapper import skip_first_batches
@@ -106,10 +106,8 @@ def prepare(loader, shares, **config):
 
 
 def shares_of(sizes):
-    Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
-    shares = current_data_group()
-    assert shares is not None
-    return shares
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    return accelerator._data_group
 
 
 def read_all(shares):

@@ -9,6 +9,7 @@ parallelism than it was saved under.
 from __future__ import annotations
 
 import os
+import shutil
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn import Module
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
@@ -128,13 +128,14 @@ class Checkpoints:
         return str(save.final)
 
     @property
-    def _needs_all(self) -> bool:
+    def needs_all(self) -> bool:
+        """Whether a model is spread over several ranks, which all take part in saving it."""
         return self._strategy.saves_together and self._request.topology.num_processes > 1
 
     def _begin_save(self, asked: Path | None) -> saves.Save:
         """Return the next save; drop earlier ones that have ended, or that rank 0 passed by."""
         here, each_machine = self._request.topology, self._project.save_on_each_node
-        if self._needs_all:
+        if self.needs_all:
             saves.meet("save_state()", here)
             each_machine &= not self._strategy.saves_shards  # one needs those of all machines
         place = self._progress.place
@@ -146,7 +147,7 @@ class Checkpoints:
                 self._unsettled.append(one)
             else:
                 one.give_up()
-        return saves.Save(here, place, asked, each_machine=each_machine, joint=self._needs_all)
+        return saves.Save(here, place, asked, each_machine=each_machine, joint=self.needs_all)
 
     def _finish(
         self,
@@ -161,8 +162,10 @@ class Checkpoints:
         If the save is in the background, the thread that writes calls it.
         """
         save.finish(results, lambda of_ranks: files.complete(written, of_ranks))
-        if save.writes and is_numbered:
-            self.numbering.remove_oldest()
+        limit = self._project.total_limit
+        if save.writes and is_numbered and limit is not None:
+            for _, folder in self.numbering.existing()[:-limit]:
+                shutil.rmtree(folder, ignore_errors=True)
         if self._request.topology.process_index == 0:
             current().report(Saved, folder=str(save.final))
 
@@ -190,14 +193,6 @@ class Checkpoints:
                 f"{final} could not be written: {saves.describe(error)}. Earlier checkpoints are "
                 "as they were"
             ) from error
-
-    def begin_model(self) -> bool:
-        """Wait for saves under way, and for all ranks if models are spread; return whether so."""
-        self.wait()
-        if self._needs_all:
-            # A rank that is alone here waits, and is named, before it begins a collective.
-            saves.meet("save_model()", self._request.topology)
-        return self._needs_all
 
     def load(
         self,
@@ -236,8 +231,9 @@ class Checkpoints:
                 "register_for_checkpointing() with all of them, in the same order, before loading"
             )
         start.check_shapes([known.plain for known in self._prepared.models], folder)
-        for optimizer in self._prepared.optimizers:
-            optimizer.note_made()
+        for known in self._prepared.optimizers:
+            if known.made is None:
+                known.made = settings_of(known.optimizer)
         models = [known.inner for known in self._prepared.models]
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
@@ -256,7 +252,8 @@ class Checkpoints:
     ) -> None:
         """Read the optimizers, and those models that no hook has taken out of the list."""
         strategy = self._strategy
-        layout = start.format_in(folder)(names=self._names, options=options, strict=strict)
+        names = files.names_of([known.plain for known in self._prepared.models])
+        layout = start.format_in(folder)(names=names, options=options, strict=strict)
         for index, model in enumerate(map(of_torch.original_module, models)):
             weights = layout.read_model(model, folder, index)
             if weights is not None:
@@ -302,7 +299,9 @@ class Checkpoints:
         """
         if self._began is not None:
             return self._began
-        self._prepared.drop_resumers()
+        for hook in self._prepared.resumers:
+            hook.remove()
+        self._prepared.resumers.clear()
         context = current()
         root, context.resume_from = Path(context.resume_from), ""
         optimizers = self._prepared.optimizers
@@ -380,14 +379,12 @@ class Checkpoints:
         # Whole weights that are joined from parts go only to ranks that write; the others help to
         # join and get nothing, so their hosts need no room for them.
         full = not strategy.saves_shards
-        weights = [
-            strategy.state_dict(model, full=full, keeps=writes)
-            for model in (known.plain for known in self._prepared.models)
-        ]
+        plain = [known.plain for known in self._prepared.models]
+        weights = [strategy.state_dict(model, full=full, keeps=writes) for model in plain]
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(save.of_hooks))
         layout = strategy.format(
-            names=self._names,
+            names=files.names_of(plain),
             options=own_options,
             writes=writes,
             safe=safe,
@@ -399,10 +396,6 @@ class Checkpoints:
                 yield files.state_file(item.state_dict(), name, type(item).__name__)
         for name, state in self._progress.states(of_all=writes, save_id=save.id).items():
             yield files.state_file(state, name, "the data loaders or random numbers")
-
-    @property
-    def _names(self) -> dict[torch.Tensor, str]:
-        return files.names_of([known.plain for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Yield (file name, object): schedulers, registered objects and the loss scaler."""

@@ -173,7 +173,11 @@ class Save:
                     break
             asked = _final(self._of_rank_0) or numbers.folder() / numbers.next()
         if self.writes:
-            self._folder = numbers.make() if asked is None else atomic.StagedFolder.of(asked)
+            if asked is None:
+                pattern = start.NUMBERED.pattern
+                self._folder = atomic.StagedFolder(numbers.folder(), pattern, numbers.next)
+            else:
+                self._folder = atomic.StagedFolder.of(asked)
             self.final = self._folder.final
             if not self._others:  # the next save of several ranks may never come
                 atomic.remove_dead(self.final.parent, _OF_RANKS)
@@ -355,7 +359,9 @@ def in_background(
     def run() -> None:
         try:
             try:
-                devices.make_current(device)
+                # A new thread's current device is number 0.
+                if device.index is not None and devices.driver(device.type) is None:
+                    torch.accelerator.set_device_index(device.index)
                 finish()
             except BaseException as error:
                 save.fail(error)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.files import Format, entries, numbered
-from notebook_accel.training.files.atomic import StagedFolder, complete_version
+from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.state_files import explain, read_state
 from notebook_accel.training.preparing import Preparation
 from notebook_accel.training.preparing.state_after_stop import INTERRUPTED
@@ -131,21 +130,11 @@ class Numbering:
         above = [int(match[1]) + 1 for match in map(NUMBERED.fullmatch, names) if match]
         return f"checkpoint_{max([self.project.iteration, *above])}"
 
-    def make(self) -> StagedFolder:
-        """Return a new staged folder for the next numbered checkpoint."""
-        return StagedFolder(self.folder(), NUMBERED.pattern, self.next)
-
     def follow(self, written: Path) -> None:
         """Make the next number higher than that of ``written``, if ``written`` is numbered."""
         match = NUMBERED.fullmatch(written.name)
         if match:  # else rank 0 named a folder, and this rank none
             self.project.iteration = int(match[1]) + 1
-
-    def remove_oldest(self) -> None:
-        """Remove the oldest checkpoints beyond the user's ``total_limit``, if it is set."""
-        limit = self.project.total_limit
-        for _, folder in self.existing()[:-limit] if limit is not None else ():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives import nested
 from notebook_accel.training.settings import environment
 
-# Where a rank keeps its Exchange, and whether its code asked for debug mode.
-_EXCHANGE = "exchange without a process group"
+# Where a rank keeps whether its code asked for debug mode.
 ASKED = "debug mode"
 
 
@@ -39,7 +38,7 @@ class Exchange:
     """Collectives of ranks that have no process group of torch: here of a single rank.
 
     Ranks that another library connects (torch_xla) have a derived class. All ranks call all methods
-    but ``store`` and ``show``.
+    but ``store``. A rank keeps its own one in ``current().shared``.
     """
 
     rank = 0
@@ -73,17 +72,13 @@ class Exchange:
         """
         return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
-    def show(self) -> None:
-        """Make :func:`exchange` return this object, on this rank."""
-        current().shared[_EXCHANGE] = self
-
 
 _NO_OTHERS = Exchange()
 
 
 def exchange() -> Exchange:
     """Return the collectives that this rank uses if it has no process group."""
-    found: Exchange = current().shared.get(_EXCHANGE, _NO_OTHERS)
+    found: Exchange = current().shared.get(Exchange, _NO_OTHERS)
     return found
 
 

@@ -27,14 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training import collectives
 
-_CURRENT = "data group"
-
 
 @dataclass(frozen=True)
 class DataGroup:
     """Which share (part) of the data each rank reads, and a group with one rank of each share.
 
-    Ranks that hold one model together read the same share. Each rank has its own ``DataGroup``.
+    Ranks that hold one model together read the same share. Each rank has its own ``DataGroup``,
+    and that of its newest ``Accelerator`` in ``current().shared``.
     """
 
     size: int
@@ -91,18 +90,9 @@ class DataGroup:
             process_group=group,
         )
 
-    def show(self) -> None:
-        """Make :func:`current_data_group` return this group, on this rank."""
-        current().shared[_CURRENT] = self
-
-
-def current_data_group() -> DataGroup | None:
-    """Return the data group of this rank's newest ``Accelerator``; None before there is one."""
-    return current().shared.get(_CURRENT)
-
 
 def _data_ranks() -> dist.ProcessGroup | None:
-    found = current_data_group()
+    found: DataGroup | None = current().shared.get(DataGroup)
     return None if found is None else found.process_group
 
 

@@ -118,10 +118,6 @@ class DataLoaderDispatcher(PreparedLoader):
         """Rows of a full batch if each sample has one; None if batches have no common size."""
         return None if self._keeps_batches else self.given_batch_size
 
-    @property
-    def _num_shares(self) -> int:
-        return self._options.data_group.size
-
     def _num_batches(self) -> int:
         rounds = super()._num_batches() / self._batches_a_round
         return math.floor(rounds) if self._drops_last else math.ceil(rounds)
@@ -150,8 +146,15 @@ class DataLoaderDispatcher(PreparedLoader):
         while True:
             try:
                 divided = next(rounds, None)
-                # Rank 0 has its own part already. Pickled here: what cannot be pickled is told too.
-                parts = {share: _pickled(divided[share]) for share in {*shares[1:]} if divided}
+                # Each as its pickle, and after it the memory of its tensors and arrays. Rank 0 has
+                # its own part already. Pickled here: what cannot be pickled is told too.
+                parts: dict[int, list[memoryview]] = {}
+                for share in {*shares[1:]}:
+                    if divided is not None:
+                        file, memory = io.BytesIO(), list[pickle.PickleBuffer]()
+                        pickler = _PartPickler(file, protocol=5, buffer_callback=memory.append)
+                        pickler.dump(divided[share])
+                        parts[share] = [file.getbuffer(), *(each.raw() for each in memory)]
             except Exception as error:
                 # The others wait for their parts, and without an answer they would wait for ever.
                 told = pickle.dumps(f"{type(error).__name__}: {error}")
@@ -207,6 +210,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 round of this pass.
         """
         size, slice_fn = self._batches_a_round, self._options.slice_fn
+        num_shares = self._options.data_group.size
         first = next(read, None) if has_first else None
         most_rows = count_rows(first) or 0
         batches = [*itertools.islice(read, size)]
@@ -215,7 +219,7 @@ class DataLoaderDispatcher(PreparedLoader):
             first = batches[0] if first is None else first
             counts = {count_rows(batch) for batch in batches}
             most_rows = max(most_rows, *(rows or 0 for rows in counts))
-            if slice_fn is None and len(batches) == self._num_shares and len(counts) == 1:
+            if slice_fn is None and len(batches) == num_shares and len(counts) == 1:
                 yield [RoundBatch(batch, None, counts == {None}) for batch in batches]
             else:
                 # Neither rows of one sample nor samples that belong together come apart.
@@ -230,7 +234,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _divide_evenly(self, joined: Any, rows: int, first: Any) -> list[RoundBatch]:
         """Return parts with the same number of rows, the last ones filled up with repeated ones."""
-        num_shares, slice_fn = self._num_shares, self._options.slice_fn
+        num_shares, slice_fn = self._options.data_group.size, self._options.slice_fn
         share = math.ceil(rows / num_shares)
         missing = share * num_shares - rows
         is_short = missing > 0 or rows < (self._rows_a_batch or 0) * self._batches_a_round
@@ -257,6 +261,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _keep_whole(self, batches: list[Any], first: Any, most_rows: int) -> list[RoundBatch]:
         """Return a whole batch for each share; the first of the epoch where none is left."""
         slice_fn, size = self._options.slice_fn, self._rows_a_batch
+        num_shares = self._options.data_group.size
         if slice_fn is not None or self._batches_a_round == 1:
             setting = "slice_fn_for_dispatch" if slice_fn else "split_batches=True"
             reason = (
@@ -271,10 +276,10 @@ class DataLoaderDispatcher(PreparedLoader):
             elif self._keeps_batches:
                 reason = "is of a batch sampler of your own: such are divided with split_batches"
             raise ConfigError(
-                f"{setting} divides batches over {self._num_shares} processes, and a batch "
+                f"{setting} divides batches over {num_shares} processes, and a batch "
                 f"({type(batches[0]).__name__}) {reason}, or leave {setting} out"
             )
-        missing = self._num_shares - len(batches)
+        missing = num_shares - len(batches)
         repeated = RoundBatch(first, ShortRound(-1, count_rows(first), 0), True)
         return [*(RoundBatch(batch, None, True) for batch in batches), *[repeated] * missing]
 
@@ -293,13 +298,6 @@ class _PartPickler(pickle.Pickler):
 
 def _tensor_of(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).reshape(shape)
-
-
-def _pickled(part: RoundBatch) -> list[memoryview]:
-    """Return the pickled part, and after it the memory of its tensors and arrays."""
-    file, memory = io.BytesIO(), list[pickle.PickleBuffer]()
-    _PartPickler(file, protocol=5, buffer_callback=memory.append).dump(part)
-    return [file.getbuffer(), *(each.raw() for each in memory)]
 
 
 def _places(lengths: Iterable[int]) -> Iterator[slice]:

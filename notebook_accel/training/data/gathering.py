@@ -68,13 +68,14 @@ def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> A
     if are_tensors and not _holds_empty(data):
         if position.short_round is None and not position.is_uneven:
             return collectives.gather(data, group=group)
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.ndim:
-                return tensor.reshape(1)
-            return tensor[: _num_own_rows(tensor.shape[0], position, collectives.num_ranks(group))]
-
-        joined = iter(collectives.gather_ragged([cut(leaf) for leaf in leaves(data)], group=group))
+        num_shares = collectives.num_ranks(group)
+        own: list[torch.Tensor] = []
+        for leaf in leaves(data):
+            if leaf.ndim:
+                own.append(leaf[: _num_own_rows(len(leaf), position, num_shares)])
+            else:
+                own.append(leaf.reshape(1))
+        joined = iter(collectives.gather_ragged(own, group=group))
         return apply_to_tensors(lambda _: next(joined), data)
     if isinstance(data, Mapping):
         return rebuild(data, {key: _gather(item, position, group) for key, item in data.items()})

@@ -322,7 +322,8 @@ class PreparedLoader(LoaderWrapper):
                 if following is _NO_BATCH:
                     self._reach_end(position)
                 if not stack or stack[-1] is not position:
-                    active.put_on_top(position)
+                    active.drop(position)
+                    stack.append(position)
                 position.num_given += 1
                 yield batch
                 batch = following

@@ -176,14 +176,6 @@ class BatchSamplerShard(BatchSampler):
         return share_of(self.batch_size or 0, self.num_processes, self.split_batches)
 
     @property
-    def _samples_a_round(self) -> int:
-        return self._share * self.num_processes
-
-    @property
-    def _own_part(self) -> slice:
-        return slice(self._share * self.process_index, self._share * (self.process_index + 1))
-
-    @property
     def is_uneven(self) -> bool:
         """Whether ranks may get batches of different sizes at the same step."""
         is_filled = self.even_batches or self.drop_last
@@ -225,10 +217,10 @@ class BatchSamplerShard(BatchSampler):
             return len(self.batch_sampler)
         if self._shares_samples:
             num_samples = max(0, len(self.sampler) - self._num_skipped)
-            whole, rest = divmod(num_samples, self._samples_a_round)
+            whole, rest = divmod(num_samples, self._share * self.num_processes)
             # Where the last round is given out as it is, this rank gets something of it only if
             # there is more than the ranks before it take.
-            needed = self._own_part.start
+            needed = self._share * self.process_index
         else:
             whole, rest = divmod(len(self.batch_sampler), self.num_processes)
             needed = self.process_index
@@ -241,7 +233,9 @@ class BatchSamplerShard(BatchSampler):
         return self._share_samples(found) if self._shares_samples else self._share_batches(found)
 
     def _share_samples(self, found: ShardPass) -> Iterator[list[Any]]:
-        size, own = self._samples_a_round, self._own_part
+        share = self._share
+        size = share * self.num_processes
+        own = slice(share * self.process_index, share * (self.process_index + 1))
         # The samples come from the sampler itself: what its batch sampler skips is skipped here.
         samples = itertools.islice(self.sampler, self._num_skipped, None)
         drops = self.drop_last
@@ -422,7 +416,7 @@ class IndexSource:
         numbered = skip(enumerate(self.sampler), self.start, self.keeps_first)
         if seed is None:
             return (indices for _, indices in numbered)
-        return (_Seeding(indices, _digest(seed, number)) for number, indices in numbered)
+        return (_Seeding(indices, seed, number) for number, indices in numbered)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -442,9 +436,10 @@ def skip(batches: Iterator[Any], number: int, keeps_first: bool = False) -> Iter
 class _Seeding:
     """Indices of a batch that seed the random numbers of the worker process that receives them."""
 
-    def __init__(self, indices: Any, seed: int) -> None:
+    def __init__(self, indices: Any, seed_of_pass: int, number: int) -> None:
         self.indices = indices
-        self.seed = seed
+        text = b"%d,%d" % (seed_of_pass, number)
+        self.seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receive, (self.indices, self.seed)
@@ -455,11 +450,6 @@ def _receive(indices: Any, seed: int) -> Any:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return indices
-
-
-def _digest(*numbers: int) -> int:
-    text = b",".join(b"%d" % number for number in numbers)
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 class _ShortRoundSample(NamedTuple):

@@ -127,10 +127,6 @@ class LossScaling:
         self._found = {key: gradient_marks(optimizer) for key, optimizer in self._done.items()}
         return self._scaler
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale, for the backward that follows; every rank calls it."""
-        return self.begin_backward().scale(loss)
-
     def unscale(
         self, optimizers: Iterable[Optimizer], parameters: Collection[torch.Tensor] | None = None
     ) -> None:

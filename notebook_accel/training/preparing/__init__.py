@@ -75,7 +75,8 @@ class Preparation:
         self.loaders: list[DataLoader[Any]] = []
         # A weak reference to the Checkpoints of these objects, which set it.
         self.checkpoints: Callable[[], Any] = lambda: None
-        self._resumers: list[RemovableHandle] = []
+        # Hooks that load the checkpoint of a resumed launch.
+        self.resumers: list[RemovableHandle] = []
         self.watch = UnpreparedWatch(
             accumulation=request.accumulation, scaling=strategy.scaling, models=self.models
         )
@@ -106,6 +107,8 @@ class Preparation:
             _refuse_foreign(item)
             self._renew(item)
         strategy, ready = self.strategy, list(objects)
+        # Into how many parts the ranks divide each batch of an unprepared loader.
+        num_parts = strategy.data_group.size if self.request.loaders.split_batches else 1
         strategy.expect(
             PrepareCall(
                 [item for item in objects if isinstance(item, Module)],
@@ -113,8 +116,8 @@ class Preparation:
                 [item for item in objects if isinstance(item, LRScheduler)],
                 # Schedules are counted in batches of the unprepared loader: by so many of these all
                 # ranks together move at a time.
-                strategy.data_group.size // self._num_shares,
-                [size for item in objects for size in _batch_sizes(item, self._num_shares)],
+                strategy.data_group.size // num_parts,
+                [size for item in objects for size in _batch_sizes(item, num_parts)],
             )
         )
         # A subclass of the Accelerator may override these; an engine is made by ours alone.
@@ -129,7 +132,7 @@ class Preparation:
             # weights that its model has since it was spread.
             strategy.prepare_optimizer(inner_optimizer(item))
             ready[index] = own.prepare_optimizer(item, device_placement=placement[index])
-            self.watch.knows(inner_optimizer(ready[index]))
+            self.watch.known.add(inner_optimizer(ready[index]))
         for index, item in self._new(objects, DataLoader):
             ready[index] = accelerator.prepare_data_loader(item, device_placement=placement[index])
         for index, item in self._new(objects, LRScheduler, AcceleratedScheduler):
@@ -192,7 +195,7 @@ class Preparation:
                 return known
         moves_state = self._device(device_placement) is not None
         prepared = strategy.wrap_optimizer(stepped, moves_state=moves_state)
-        self.watch.knows(stepped)
+        self.watch.known.add(stepped)
         self.optimizers.append(prepared)
         return prepared
 
@@ -232,7 +235,7 @@ class Preparation:
             hook = prepared.wrapped.register_forward_pre_hook(
                 lambda *_: current().begin_training(), prepend=True
             )
-            self._resumers.append(hook)
+            self.resumers.append(hook)
         group = self.strategy.data_group
         if prepared.training and group.size > 1:
             own = weakref.ref(self)
@@ -252,12 +255,6 @@ class Preparation:
         if (checkpoints := self.checkpoints()) is None:
             raise ConfigError("resume=: the Accelerator is gone; keep it in a variable")
         checkpoints.resume_launch(is_asked=False)
-
-    def drop_resumers(self) -> None:
-        """Remove the hooks that load the checkpoint of a resumed launch: it is loaded."""
-        for hook in self._resumers:
-            hook.remove()
-        self._resumers.clear()
 
     def save(self, folder: str) -> None:
         self.checkpoints().save(folder, safe=True)
@@ -400,11 +397,6 @@ class Preparation:
         )
         self.schedulers.append(prepared)
         return prepared
-
-    @property
-    def _num_shares(self) -> int:
-        """Number of parts into which ranks divide each batch; 1 without ``split_batches``."""
-        return self.strategy.data_group.size if self.request.loaders.split_batches else 1
 
     def clear(self) -> None:
         """Empty the lists of prepared models, optimizers, schedulers and loaders."""

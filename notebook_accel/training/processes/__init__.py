@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives import split_between
-from notebook_accel.training.collectives.data_group import DataGroup, current_data_group
+from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.handlers import DistributedType
 
@@ -148,7 +149,7 @@ class ProcessInfo:
         Both are those of the newest ``Accelerator``. Without an ``Accelerator`` each rank gets its
         own share.
         """
-        shown = current_data_group()
+        shown: DataGroup | None = current().shared.get(DataGroup)
         return shown or DataGroup.of_all_ranks(self.num_processes, self.process_index)
 
     def on_main_process(self, function: _Function) -> _Function:

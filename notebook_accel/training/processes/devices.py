@@ -98,12 +98,6 @@ def default_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or HOST
 
 
-def make_current(device: torch.device) -> None:
-    """Make a device the current one of this thread; a new thread's is device 0."""
-    if device.index is not None and device.type not in _DRIVERS:
-        torch.accelerator.set_device_index(device.index)
-
-
 def inventory() -> wire.Devices:
     """Find the accelerators that this process sees, with their memory and library versions."""
     with warnings.catch_warnings(record=True) as caught:

@@ -28,7 +28,7 @@ from torch.utils.data import get_worker_info
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import RankContext, current, has_context, has_process_group
-from notebook_accel.training.collectives import exchange, gather_object
+from notebook_accel.training.collectives import Exchange, exchange, gather_object
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.process_group import open_process_group
 from notebook_accel.training.settings import environment
@@ -153,7 +153,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
                 f"{connected.size}: each rank would train alone. Start them by notebook_launcher, "
                 "or by xmp.spawn"
             )
-        connected.show()
+        current().shared[Exchange] = connected
         current().note_group()
         found = connected.rank, connected.size, connected.local_rank, connected.local_size
     elif context.world_size > 1:

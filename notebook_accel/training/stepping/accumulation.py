@@ -26,7 +26,6 @@ from notebook_accel.training.stepping.active_loaders import Position, active_loa
 GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
-_CURRENT = "accumulation"
 _OPEN_WINDOW = (
     "a loader ended within an accumulation window, so gradients of its last batches go into the "
     "next window: its last batch had fewer accumulate() blocks than the batches before. Give each "
@@ -75,7 +74,9 @@ class Accumulation:
         stack = self.loaders.stack
         if stack:
             self.trained_on = stack[-1].loader
-            self.loaders.note_step()
+        for one in stack:
+            self.loaders.trained.add(one.loader)
+            one.at_step, one.is_after_step = one.num_given, True
 
     def note_random_states(self) -> None:
         """Store the random states of torch and the device, with which the next window begins.
@@ -84,10 +85,6 @@ class Accumulation:
         """
         if self.num_steps > 1:
             self.random_states = get_torch_states(self._device)
-
-    def show(self) -> None:
-        """Make :func:`current_accumulation` return this object on this rank."""
-        current().shared[_CURRENT] = self
 
     def advance(self) -> None:
         """Count the next batch, and set ``sync_gradients`` for it; ``accumulate`` calls it."""
@@ -182,9 +179,9 @@ def current_accumulation() -> Accumulation:
 
     If there is no ``Accelerator`` yet, the settings come from the environment variables.
     """
-    found: Accumulation | None = current().shared.get(_CURRENT)
+    found: Accumulation | None = current().shared.get(Accumulation)
     if found is None:
-        found = current().shared[_CURRENT] = Accumulation(resolve_plugin(None, None))
+        found = current().shared[Accumulation] = Accumulation(resolve_plugin(None, None))
     return found
 
 
@@ -242,7 +239,7 @@ class GradientState:
         accumulation: Accumulation | None = None,
     ) -> None:
         if gradient_accumulation_plugin is not None:
-            Accumulation(gradient_accumulation_plugin).show()
+            current().shared[Accumulation] = Accumulation(gradient_accumulation_plugin)
         self._own = accumulation
 
     @property
@@ -328,5 +325,5 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        current().shared.pop(_CURRENT, None)
+        current().shared.pop(Accumulation, None)
         active_loaders().clear()

@@ -122,31 +122,18 @@ class ActiveLoaders:
 
     def __init__(self) -> None:
         self.stack: list[Position] = []
-        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
+        # The loaders that gave batches for an optimizer's step.
+        self.trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def position(self) -> Position:
         """The active pass; outside of loops a new ``Position``, of a pass that has not begun."""
         return self.stack[-1] if self.stack else Position()
 
-    def put_on_top(self, position: Position) -> None:
-        """Make a pass the active one; it is called whenever the pass gives a batch."""
-        self.drop(position)
-        self.stack.append(position)
-
     def drop(self, position: Position) -> None:
         """Remove a pass from the stack, since it has ended."""
         if position in self.stack:
             self.stack.remove(position)
-
-    def note_step(self) -> None:
-        """Record an optimizer's step in each pass under way, at that pass's current position.
-
-        A checkpoint may have to resume there, since an accumulation window begins after a step.
-        """
-        for one in self.stack:
-            self._trained.add(one.loader)
-            one.at_step, one.is_after_step = one.num_given, True
 
     def stop(self, position: Position) -> None:
         """Mark a pass, and the passes of the loops around it, as ended by a stop or an interrupt.
@@ -157,13 +144,13 @@ class ActiveLoaders:
         only.
         """
         for one in (*self.stack, position):
-            is_trained = any(one.loader.is_part_of(loader) for loader in self._trained)
-            one.is_stopped = is_trained or not self._trained
+            is_trained = any(one.loader.is_part_of(loader) for loader in self.trained)
+            one.is_stopped = is_trained or not self.trained
 
     def clear(self) -> None:
         """Forget every pass, and which loaders were trained on."""
         self.stack.clear()
-        self._trained.clear()
+        self.trained.clear()
 
 
 def active_loaders(context: RankContext | None = None) -> ActiveLoaders:

@@ -19,7 +19,7 @@ clears the gradients
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,7 +203,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 "loss.backward() was called inside accumulate(), so that the loss was not divided "
                 f"by {num_steps}. Write accelerator.backward(loss)",
             )
-        self.note_made()
+        if self.made is None:
+            self.made = settings_of(self.optimizer)
         context = current()
         context.begin_step()
         timer = step_timer(context)
@@ -235,11 +236,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._overflow is not False:
             self._num_skipped = self._num_skipped + self._overflow
         return result
-
-    def note_made(self) -> None:
-        """Keep the settings that the optimizer was made with, once."""
-        if self.made is None:
-            self.made = settings_of(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a later step of the accumulation window will use them.
@@ -340,11 +336,6 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
-    """Return whether one of the optimizer's parameters has its ``id`` in ``wanted``."""
-    return any(id(weight) in wanted for weight in weights_of(optimizer))
-
-
 @dataclass(kw_only=True, eq=False)
 class UnpreparedWatch:
     """Warns once when an optimizer that was not prepared steps a prepared model's weights."""
@@ -352,12 +343,9 @@ class UnpreparedWatch:
     accumulation: Accumulation
     scaling: LossScaling | None
     models: Sequence[PreparedModel]
+    known: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet, init=False)
+    """The optimizers whose steps cause no warning (any more): those that were prepared."""
     _started: bool = field(default=False, init=False)
-    _known: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet, init=False)
-
-    def knows(self, optimizer: Optimizer) -> None:
-        """Register an optimizer that was prepared, so that its steps cause no warning."""
-        self._known.add(optimizer)
 
     def start(self, owner: object) -> None:
         """Watch the steps of all optimizers of this process as long as ``owner`` lives."""
@@ -375,11 +363,11 @@ class UnpreparedWatch:
             reason = "so it used the gradients of a window that is not complete"
         else:
             return
-        if self.accumulation.is_stepping or optimizer in self._known:
+        if self.accumulation.is_stepping or optimizer in self.known:
             return
-        self._known.add(optimizer)
+        self.known.add(optimizer)
         prepared = {id(weight) for model in self.models for weight in model.inner.parameters()}
-        if shares_parameters(optimizer, prepared):
+        if any(id(weight) in prepared for weight in weights_of(optimizer)):
             notice(
                 f"{type(optimizer).__name__} was stepped without accelerator.prepare(optimizer), "
                 f"{reason}"

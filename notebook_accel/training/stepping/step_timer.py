@@ -155,14 +155,10 @@ class StepTimer:
         return True
 
 
-def measure_steps(device: torch.device, context: RankContext | None = None) -> StepTimer:
-    """Measure the steps of a rank anew from now on; None takes the current rank."""
-    context = context or current()
-    timer = context.shared[StepTimer] = StepTimer(context, device)
-    return timer
-
-
 def step_timer(context: RankContext | None = None) -> StepTimer:
     """Return what measures the steps of the rank of ``context``; None takes the current rank."""
     context = context or current()
-    return context.shared.get(StepTimer) or measure_steps(devices.HOST, context)
+    timer: StepTimer | None = context.shared.get(StepTimer)
+    if timer is None:
+        timer = context.shared[StepTimer] = StepTimer(context, devices.HOST)
+    return timer

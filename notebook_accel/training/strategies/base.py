@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.files import Format
 from notebook_accel.training.models import has_parts, set_within, weights_of
@@ -51,7 +52,7 @@ from notebook_accel.training.settings.handlers import (
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.stepping.step_timer import measure_steps, step_timer
+from notebook_accel.training.stepping.step_timer import StepTimer, step_timer
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, compile_model
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ class Strategy:
         self.spread: weakref.WeakSet[Module] = weakref.WeakSet()
         # Whether backward reduces the gradients of a sharded model; it does where nothing was set.
         self._reduces: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
-        measure_steps(self.topology.device)
+        # From now on steps are measured anew, on this device.
+        current().shared[StepTimer] = StepTimer(current(), self.topology.device)
 
     # What a kind of parallelism does in its own way.
 
@@ -267,7 +269,7 @@ class Strategy:
         if num_steps > 1:
             loss = loss / num_steps
         if self.scaling is not None:
-            loss = self.scaling.scale(loss)
+            loss = self.scaling.begin_backward().scale(loss)
         with step_timer().backward(loss):
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 

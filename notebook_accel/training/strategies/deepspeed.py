@@ -38,16 +38,12 @@ from notebook_accel.rank.this_rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.files import Format, Piece
 from notebook_accel.training.files.state_files import explain, is_safe_name
-from notebook_accel.training.models import joined_state_dict, set_within
+from notebook_accel.training.models import joined_state_dict, set_within, weights_of
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.stepping.optimizer import (
-    AcceleratedOptimizer,
-    AcceleratedScheduler,
-    shares_parameters,
-)
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request, Strategy
 from notebook_accel.training.strategies.deepspeed_plugin import DummyOptim, DummyScheduler, complete
@@ -97,7 +93,8 @@ class DeepSpeedZero(Strategy):
                 "another model"
             )
         for model in call.models:
-            if shares_parameters(new[0], {id(weight) for weight in model.parameters()}):
+            own = {id(weight) for weight in model.parameters()}
+            if any(id(weight) in own for weight in weights_of(new[0])):
                 self._expected = model, new[0], call
                 return
         raise ConfigError(
