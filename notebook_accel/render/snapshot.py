@@ -211,7 +211,7 @@ def _title_parts(state: RunState, seconds: float, *facts: str) -> list[Markup | 
 
 def _table(state: RunState, seconds: float) -> Markup:
     shown = summary.ranks_with_row(state.ranks)
-    seconds -= state.paused
+    seconds -= state.paused_seconds
     facts = [
         dict(zip(summary.COLUMNS, summary.rank_facts(rank, seconds), strict=True)) for rank in shown
     ]

@@ -87,8 +87,8 @@ def test_a_pause_is_no_part_of_a_step_and_of_no_rate():
     run.go_on()
     run.wait()
     state = run.state
-    seconds = state.ended - state.started - state.paused
-    assert state.paused > 2
+    seconds = state.ended - state.started - state.paused_seconds
+    assert state.paused_seconds > 2
     assert all(each.step_times.total < seconds * 1e9 for each in state.ranks)
     assert wording.rate(40 / seconds, "batch") in summary_lines(state, now=state.ended)[3]
 

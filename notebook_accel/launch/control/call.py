@@ -346,7 +346,7 @@ class RankCall(Call):
             self._deadline += seconds
         before, after = ("running", "paused") if is_paused else ("paused", "running")
         with held(), self._state_lock:
-            self.state = replace(self.state, paused=self.state.paused + seconds)
+            self.state = replace(self.state, paused_seconds=self.state.paused_seconds + seconds)
             if self.state.status == before:
                 self.state = replace(self.state, status=after)
                 self.folder.save(self.state)  # for other kernels and the command line

@@ -250,7 +250,7 @@ class RunState:
         checkpoint: folder of the newest checkpoint that the run wrote; "" before the first.
         origin: id of the run of which this one is a clone, or goes on with; "" if there is none.
         trial: which trial of a sweep it is; None if it is none.
-        paused: how many seconds its pauses have taken, a pause that goes on aside.
+        paused_seconds: how long its pauses have taken, one that goes on aside.
     """
 
     run: str
@@ -278,7 +278,7 @@ class RunState:
     devices: tuple[int, ...] = ()
     training: str = ""
     warnings: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    paused: float = 0.0
+    paused_seconds: float = 0.0
 
     @property
     def world_size(self) -> int:

@@ -207,7 +207,7 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     name = one_line(state.name, _MAX_NAME)
     lines = [f"{name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
     lines += filter(None, [", ".join(facts(state))])
-    rows = [rank_facts(rank, seconds - state.paused) for rank in shown]
+    rows = [rank_facts(rank, seconds - state.paused_seconds) for rank in shown]
     lines += wording.aligned([COLUMNS, *rows])
     rest = hidden_ranks(state.ranks, shown)
     if rest:
