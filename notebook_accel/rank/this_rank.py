@@ -225,7 +225,10 @@ class RankContext:
 
     @property
     def num_steps(self) -> int | None:
-        """Number of optimizer steps of this call; None in this base class, which does not count."""
+        """Number of this call's steps; None in this base class, which does not count.
+
+        Without a prepared optimizer, batches count, and without these the common points.
+        """
         return None
 
     def set_knobs(self, values: Mapping[str, wire.KnobValue]) -> None:
@@ -466,7 +469,8 @@ class LaunchedContext(RankContext):
 
     @property
     def num_steps(self) -> int | None:
-        return self._row.steps
+        row = self._row
+        return row.steps or row.batches or row.reads or row.saves
 
     def should_stop(self) -> bool:
         row = self._row
@@ -539,11 +543,9 @@ class LaunchedContext(RankContext):
 
     def _log(self, action: str) -> None:
         """Write what all ranks do here into the log, where rank 0 prints."""
-        row = self._row
         if self.rank == 0:
             with contextlib.suppress(Exception):  # the function may have closed it
-                step = row.steps or row.batches or row.reads
-                sys.stderr.write(f"notebook_accel: {action} (step {step:,})\n")
+                sys.stderr.write(f"notebook_accel: {action} (step {self.num_steps:,})\n")
                 sys.stderr.flush()
 
 

@@ -250,6 +250,8 @@ def test_a_function_without_loaders_acts_where_it_asks():
     run.set(lr=0.25)
     run.save()
     assert run.results == [(0.25, 1), (0.25, 1)]
+    assert run.metrics[0]["step"] > 0
+    assert f"lr=0.25 (step {run.metrics[0]['step']:,})" in run.logs(0)
 
 
 def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob_and_the_log_says_so(tmp_path):
