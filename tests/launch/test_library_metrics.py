@@ -142,6 +142,10 @@ def test_a_lightning_trainer(tmp_path):
     assert len(found) == len(run.metrics)
     assert {"train_loss_step", "train_loss_epoch", "val_loss"} <= {name for name, _ in found}
 
+    # Where rich is installed, too, Lightning draws bars that the notebook shows.
+    bars = [(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress]
+    assert [bar for bar in bars if bar[1].startswith("Epoch")] == [(0, "Epoch 1", 4, 4)]
+
     without = notebook_launcher(fit, args=(str(tmp_path / "none"), False), **arguments)
     assert without[0] == (str(tmp_path / "none" / "checkpoints"), ["NoneType"], 2)
     reported = {(row["name"], row["step"]) for row in without.metrics}
@@ -164,9 +168,12 @@ def learn(folder):
     learner = Learner(
         loaders, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=folder
     )
+    before = learner.validate()
     learner.fit(2, lr=0.1)
     learner.fit(1, lr=0.01)
-    return learner.recorder.values
+    values = list(learner.recorder.values)
+    assert len(before) == len(learner.validate()) == 2
+    return values
 
 
 @pytest.mark.long
@@ -179,6 +186,8 @@ def test_a_fastai_learner(tmp_path):
     }
     each = [8, 16, 24]
     assert steps == {"train_loss": list(range(1, 25)), "valid_loss": each, "accuracy": each}
+    bars = [(bar.name, bar.n, bar.total) for bar in run.progress]
+    assert bars == [("epoch 0", 8, 8), ("epoch 1", 8, 8), ("epoch 0", 8, 8)]
     last = {row["name"]: row["value"] for row in run.metrics}
     train_loss, valid_loss, accuracy = run[0][-1]
     assert last["accuracy"] == pytest.approx(accuracy)

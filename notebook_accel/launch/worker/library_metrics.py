@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from tqdm import tqdm
+
 from notebook_accel.rank import this_rank
 from notebook_accel.system.modules import change_module
 
@@ -33,6 +35,8 @@ def install() -> None:
     change_module("transformers.trainer", _follow_transformers)
     change_module("fastai.learner", _follow_fastai)
     change_module("torch.utils.tensorboard.writer", _follow_summary_writer)
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        change_module(f"{package}.trainer.connectors.callback_connector", _draw_by_tqdm)
 
 
 def _report(values: Mapping[str, Any], step: int | None) -> None:
@@ -67,20 +71,31 @@ def _follow_fastai(learner: Any) -> None:
     class LearnerMetrics(learner.Callback):  # type: ignore[misc]
         order = learner.Recorder.order + 1
         num_batches = 0
+        bar = tqdm(disable=True)
 
         def before_fit(self) -> None:
             # The search for a learning rate and predictions are fits, too.
             is_training = not hasattr(self.learn, "lr_finder") and not hasattr(self, "gather_preds")
             self.run = is_training and learner.rank_distrib() == 0
 
+        def before_train(self) -> None:
+            is_drawn = hasattr(self.learn, "progress")  # its own bar, which needs a notebook
+            self.bar = tqdm(total=len(self.dl), desc=f"epoch {self.epoch}", disable=not is_drawn)
+
         def after_batch(self) -> None:
             if self.training:
                 self.num_batches += 1
                 _report({"train_loss": self.smooth_loss}, self.num_batches)
+                self.bar.update()
+
+        def after_train(self) -> None:
+            self.bar.close()
 
         def after_epoch(self) -> None:
-            logged = dict(zip(self.recorder.metric_names, self.recorder.log, strict=False))
-            _report({**logged, "time": ""}, self.num_batches)
+            names, logged = self.recorder.metric_names, self.recorder.log
+            # Without training, as in validate(), there are fewer columns than names.
+            if len(names) == len(logged):
+                _report({**dict(zip(names, logged, strict=True)), "time": ""}, self.num_batches)
 
         def __reduce__(self) -> tuple[Any, ...]:
             return learner.Callback, ()  # an exported learner needs nothing of ours
@@ -102,13 +117,20 @@ def _follow_summary_writer(module: Any) -> None:
             values = {tag: given} if is_one else {f"{tag}/{one}": given[one] for one in given}
             here: Any = inspect.currentframe()
             caller = str(here.f_back.f_globals.get("__name__"))
-            if caller.partition(".")[0] not in _HEARD_ALREADY:
+            # Lightning's logger writes this number where a model has hyperparameters and no result.
+            is_placeholder = values == {"hp_metric": -1}
+            if caller.partition(".")[0] not in _HEARD_ALREADY and not is_placeholder:
                 _report(values, step)
 
         setattr(module.SummaryWriter, name, add)
 
     follow("add_scalar")
     follow("add_scalars")
+
+
+def _draw_by_tqdm(connector: Any) -> None:
+    """Have Lightning draw tqdm's bars, which the notebook shows, where it has rich's as well."""
+    connector.RichProgressBar = connector.TQDMProgressBar
 
 
 def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
