@@ -32,9 +32,9 @@ class Told(this_rank.RankContext):
         self.steps += not skipped
 
 
-def forget_states(library: Any = notebook_accel, *, forgets_ranks: bool = True) -> None:
+def forget_states(library: Any = notebook_accel) -> None:
     """Let what comes next begin as a script of its own, under ours or Accelerate."""
-    library.state.AcceleratorState._reset_state(forgets_ranks)
+    library.state.AcceleratorState._reset_state(True)
     library.state.GradientState._reset_state()
 
 

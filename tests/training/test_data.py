@@ -263,17 +263,9 @@ def test_settings_that_do_not_fit_are_refused():
 # Which samples each rank gets: tables compatible with Accelerate, and lengths that are true.
 
 
-def shards(batch_sampler, ranks, **settings):
-    return [
-        BatchSamplerShard(
-            batch_sampler,
-            ranks,
-            rank,
-            split_batches=settings.get("split", False),
-            even_batches=settings.get("even", True),
-        )
-        for rank in range(ranks)
-    ]
+def shards(batch_sampler, ranks, *, split=False, even=True, drop=False):
+    options = {"split_batches": split, "even_batches": even}
+    return [BatchSamplerShard(batch_sampler, ranks, rank, **options) for rank in range(ranks)]
 
 
 class Plain:

@@ -52,6 +52,10 @@ def _save(final, version):
     staged.publish(is_ours=_is_ours)
 
 
+def _cannot(*_, **__):
+    raise OSError("not on this disk")
+
+
 def _is_killed(action, step):
     """Run ``action`` in a child that is killed before this step; False where it ended first."""
     child = os.fork()
@@ -79,11 +83,8 @@ def _is_killed(action, step):
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_kill_at_any_step_leaves_the_last_good_one(way, tmp_path, monkeypatch):
-    def cannot(*_, **__):
-        raise OSError("not on this disk")
-
     if way == "no links":
-        monkeypatch.setattr(os, "link", cannot)
+        monkeypatch.setattr(os, "link", _cannot)
     step, seen = 0, set()
     is_killed = True
     while is_killed:
@@ -118,10 +119,7 @@ def test_a_kill_at_any_step_leaves_the_last_good_one(way, tmp_path, monkeypatch)
 
 
 def test_what_is_taken_in_is_not_copied(tmp_path, monkeypatch):
-    def cannot(*_, **__):
-        raise OSError("not on this disk")
-
-    monkeypatch.setattr(os, "link", cannot)
+    monkeypatch.setattr(os, "link", _cannot)
     added, final = _make(tmp_path / "added", "new"), _make(tmp_path / "final", "old")
     (added / "part_link").symlink_to("part_a")
     names = ("part_a", "part_folder/of_new", "part_of_new")

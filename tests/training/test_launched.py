@@ -47,29 +47,22 @@ def train():
         assert not accelerator.should_stop
     accelerator.end_training()
     accelerator.wait_for_everyone()  # the group is the launcher's to end
-    return {
-        "type": type(model).__name__,
-        "model": accelerator.unwrap_model(model),
-        "wrapped": model,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "imported": [name for name in set(sys.modules) - known if name.startswith(OF_TRAINING)],
-    }
+    # What every training needs, the process has from which its rank was forked.
+    assert [name for name in set(sys.modules) - known if name.startswith(OF_TRAINING)] == []
+    assert accelerator.num_processes == 1 or type(model) is nn.parallel.DistributedDataParallel
+    return accelerator.unwrap_model(model), model, optimizer, schedule
 
 
 def test_a_launched_training_reports_and_comes_back_plain():
     run = notebook_launcher(train, num_processes=2, view="none")
-    for result in run:
-        assert result["type"] == "DistributedDataParallel"
-        # What every training needs, the process has from which its rank was forked.
-        assert result["imported"] == []
-        assert type(result["wrapped"]) is nn.Linear
-        assert type(result["optimizer"]) is torch.optim.AdamW
-        assert type(result["schedule"]) is torch.optim.lr_scheduler.StepLR
-        (group,) = result["optimizer"].param_groups
-        assert group["params"][0] is result["model"].weight
-        assert result["model"](torch.ones(1, 3)).dtype == torch.float32
-    assert torch.equal(run[0]["model"].weight, run[1]["model"].weight)
+    for model, wrapped, optimizer, schedule in run:
+        assert type(wrapped) is nn.Linear
+        assert type(optimizer) is torch.optim.AdamW
+        assert type(schedule) is torch.optim.lr_scheduler.StepLR
+        (group,) = optimizer.param_groups
+        assert group["params"][0] is model.weight
+        assert model(torch.ones(1, 3)).dtype == torch.float32
+    assert torch.equal(run[0][0].weight, run[1][0].weight)
     assert {(m["name"], m["rank"]) for m in run.metrics} == {("loss", 0), ("rank", 0)}
     assert [m["step"] for m in run.metrics if m["name"] == "loss"] == list(range(8))
     assert {(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress} == {
@@ -197,26 +190,16 @@ def train_by_config():
     from torch.distributed.tensor import DTensor
 
     drawn = draw()
+    set_seed(7)
+    assert draw() == drawn
     accelerator = Accelerator()
-    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
-    return {
-        "drawn": drawn,
-        "steps": accelerator.gradient_accumulation_steps,
-        "kind": str(accelerator.distributed_type.value),
-        "wrapped": [isinstance(layer, FSDPModule) for layer in model],
-        "sharded": all(isinstance(weight, DTensor) for weight in model.parameters()),
-    }
+    assert accelerator.gradient_accumulation_steps == 2
+    model = accelerator.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    # The second layer has 18 weights.
+    assert [isinstance(layer, FSDPModule) for layer in model] == [True, False]
+    return str(accelerator.distributed_type.value)
 
 
 def test_seed_accumulation_and_fsdp_come_from_the_config():
-    run = notebook_launcher(train_by_config, config=CONFIG, view="none")
-    set_seed(7)
-    expected = {
-        "drawn": draw(),
-        "steps": 2,
-        "kind": "FSDP",
-        # The second layer has 18 weights.
-        "wrapped": [True, False],
-        "sharded": True,
-    }
-    assert list(run) == [expected, expected]
+    assert list(notebook_launcher(train_by_config, config=CONFIG, view="none")) == ["FSDP"] * 2

@@ -188,6 +188,7 @@ def test_ranks_go_on_from_a_checkpoint(kind, tmp_path):
             seen.append(batch.tolist())
             if len(seen) == number:
                 accelerator.save_state(tmp_path / "state")
+                accelerator.wait_for_checkpoint()  # what a late rank adds
         return seen
 
     def goes_on():
