@@ -110,6 +110,23 @@ def test_a_loader_that_was_not_prepared_is_named_once(kind, is_told):
     assert told == [line] * (is_told and accelerator.is_main_process)
 
 
+@pytest.mark.parametrize(("is_in_dictionary", "name"), [(True, "ours['train']"), (False, "loader")])
+@on_ranks(2)
+def test_a_loader_without_a_variable_is_named(is_in_dictionary, name):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    ours = {"train": DataLoader(_DATA, 2), "val": DataLoader(_DATA, 2)}
+    with warnings_about("prepared") as told:
+        for _ in range(2):
+            for (inputs,) in ours["train"] if is_in_dictionary else DataLoader(_DATA, 2):
+                accelerator.backward(model(inputs).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(told) == accelerator.is_main_process
+    assert all(text.startswith(f"{name} was not prepared: ") for text in told)
+
+
 @pytest.mark.parametrize(
     ("is_plain", "num_steps", "is_told"), [(True, 2, True), (True, 1, False), (False, 2, False)]
 )

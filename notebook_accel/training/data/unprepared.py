@@ -121,5 +121,9 @@ def _name_of(loader: DataLoader[Any], frame: FrameType | None) -> str:
             for name, value in list(names.items()):
                 if value is loader and name != "self":
                     return f"{prefix}{name}"
+                # One for each phase: {"train": ..., "val": ...}. A large one is of something else.
+                if isinstance(value, dict) and len(value) < 10:
+                    for key in [key for key, one in value.items() if one is loader]:
+                        return f"{prefix}{name}[{key!r}]"
         frame = frame.f_back
-    return "the DataLoader"
+    return "loader"
