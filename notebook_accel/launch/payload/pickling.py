@@ -390,6 +390,7 @@ _BY_CLASS: dict[str, _Row] = {
     "accelerate.data_loader.DataLoaderShard": _INSIDE,
     "accelerate.optimizer.AcceleratedOptimizer": _INSIDE,
     "accelerate.scheduler.AcceleratedScheduler": _INSIDE,
+    "ctypes.CDLL": _INSIDE,
     "ipywidgets.widgets.widget.Widget": _WIDGET,
     "lightning.fabric.fabric.Fabric": _INSIDE,
     "lightning_fabric.fabric.Fabric": _INSIDE,

@@ -101,11 +101,17 @@ def test_what_would_be_wrong_is_refused_by_its_class(notebook):
         def train(): return accelerator
         def method(): return trainer
         def makes(): return Accelerator()
+        import ctypes
+        libc = ctypes.CDLL(None)
+        def trim(): libc.malloc_trim(0)
     """)
     assert refusal(notebook, "train") == (
         "`accelerator` (Derived), used in train, cannot travel; make it inside the function"
     )
     assert refusal(notebook, "method").startswith("`trainer.accelerator` (Derived), used in method")
+    assert refusal(notebook, "trim") == (
+        "`libc` (ctypes.CDLL), used in trim, cannot travel; make it inside the function"
+    )
     assert notebook.pack("makes")
 
 
