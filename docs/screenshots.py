@@ -134,7 +134,7 @@ def capture_sweep(lab: Lab, browser: Browser) -> None:
     rows.filter(has_text="succeeded").nth(2).wait_for(timeout=120_000)
     page.page.wait_for_timeout(1500)
     _still(page, "sweep", page.output(2).locator(".na-trials"), first=2)
-    page.output(2).get_by_role("button", name="Stop", exact=True).first.click()
+    page.output(2).get_by_role("button", name="Stop all").click()
     page.output(2).get_by_text("trials ended").first.wait_for(timeout=60_000)
     page.close()
 
@@ -391,6 +391,7 @@ def take_knobs(lab: Lab, browser: Browser, out: Path) -> None:
     page.output(2).get_by_role("button", name="Go on").click()
     page.output(2).get_by_role("button", name="Clone").click()
     page.output(2).locator(".na-clone input[type=number]").first.fill("0.25")
+    _picture(page, out, "form-of-clone")
     page.output(2).get_by_role("button", name="Start").click()
     page.output(2).locator(".na-below .na-charts path").nth(1).wait_for(timeout=60_000)
     _picture(page, out, "clone")

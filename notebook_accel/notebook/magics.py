@@ -40,6 +40,7 @@ from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import NotebookSession
 from notebook_accel.notebook.warming import prepare
 from notebook_accel.notebook.worker import CellCall
+from notebook_accel.render.markup import lines_to_markup
 
 # ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
 # asks a completer by the first word of the line, and takes of its answer what begins with the word
@@ -381,8 +382,10 @@ class AccelerateMagics(Magics):
         display(config_picker(*arguments))
 
     def _doctor(self, arguments: Sequence[str]) -> None:
-        findings = examine(in_notebook=find_kernel() is not None)
-        print("\n".join(as_lines(findings)))  # noqa: T201
+        lines = as_lines(examine(in_notebook=find_kernel() is not None))
+        # What is printed JupyterLab breaks within words.
+        html = lines_to_markup(lines, "white-space:pre-wrap;word-break:normal")
+        display({"text/plain": "\n".join(lines), "text/html": str(html)}, raw=True)
 
     def _running(self) -> NotebookSession:
         running = session.current_session()

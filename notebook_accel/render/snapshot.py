@@ -200,7 +200,9 @@ def _title_parts(state: RunState, seconds: float, *facts: str) -> list[Markup | 
     took = f"{summary.num_ranks(state)}, {wording.span(seconds)}"
     # Each in one piece, wherever a narrow page breaks the line.
     style = f"{MUTED};display:inline-block"
-    pieces = [element("span", text, style=style) for text in (took, *(f"· {one}" for one in facts))]
+    *others, last = took, *facts
+    texts = [*(f"{one} ·" for one in others), last]
+    pieces = [element("span", text, style=style) for text in texts]
     return [
         element("b", shorten(state.name, 60), style="font-size:14px"),
         " ",

@@ -449,6 +449,8 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path):
         notebook.run('text = {"view": "text", "concurrent": 1}')
         cell = notebook.start('s = sweep(train, {"lr": [0.5, 0.1]}, metric="loss", **text)')
         (output,) = notebook.finish(cell).outputs
+        said = notebook.kernel.first[-1]["text/plain"]
+        assert said == "sweep of train: starting, which takes some seconds the first time"
         assert (
             "<b>sweep of train: 2 of 2 trials ended, best loss 0.05" in output["data"]["text/html"]
         )

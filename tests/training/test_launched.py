@@ -103,7 +103,7 @@ def test_the_summary_says_on_what_it_was_trained_and_how_the_best_value_and_warn
     ]
     assert "the gradients are strange" in run.logs(0)
     snapshot = render_snapshot(run.state)
-    for words in ("· 2 x CPU, bf16, DDP", "· best eval/accuracy 0.75", "2 warnings</summary>"):
+    for words in ("2 x CPU, bf16, DDP ·", "best eval/accuracy 0.75 ·", "2 warnings</summary>"):
         assert words in snapshot["text/html"]
     assert snapshot["text/html"].count("the gradients are strange (ranks 0-1)") == 1
     # It is kept on disk, as the state is.

@@ -73,7 +73,7 @@ class SweepPanel:
             classes="na-filter na-trial-filter",
         )
         about = "Start no further trial, and stop those that run"
-        stop_all = widgets.button("Stop", about, stop, "na-stop")
+        stop_all = widgets.button("Stop all", about, stop, "na-stop")
         about = "Let this trial have the next free devices"
         self._hasten = widgets.button("Next", about, self._on_hasten)
         self._form = CloneForm(widgets, self._to_clone, self._say)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +43,7 @@ from notebook_accel.notebook.sweeps.space import LEASES, Arguments, Leases
 from notebook_accel.notebook.sweeps.trial import SweepFolder, Trial, TrialChoice, in_a_line
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import Dashboard, choose_view
+from notebook_accel.render.snapshot import render_line
 from notebook_accel.system.interrupts import held
 
 # Between two looks at the trials, and two drawings of the table.
@@ -86,11 +88,11 @@ class Sweep:
         arguments: Arguments,
         leases: Leases,
         launch: Callable[[TrialChoice, tuple[int, ...]], Run],
+        slot: DisplaySlot,
     ) -> None:
         self.id, self.study = folder.id, arguments.study
         self._folder, self._call = folder, call
-        function, view = call.func, asked["launch"].get("view", "auto")
-        self._name = one_line(str(getattr(function, "__name__", type(function).__name__)), 60)
+        self._name, view = _name_of(call.func), asked["launch"].get("view", "auto")
         self._arguments, self._leases, self._launch = arguments, leases, launch
         self._metric, self._mode, self._rounds = asked["metric"], asked["mode"], asked["rounds"]
         self._max_failures = asked["max_failures"]
@@ -103,7 +105,7 @@ class Sweep:
         arguments.give_up_others()
         self._stop_asked, self._ended = threading.Event(), threading.Event()
         self._kernel, self._is_shown = clicks.find_kernel(), view != "none"
-        self._slot = DisplaySlot()
+        self._slot = slot
         self._panel: SweepPanel | None = None
         self._drawn, self._guard = 0.0, GuardedView(View()).guard
         if isinstance(choose_view(view), Dashboard):
@@ -610,9 +612,13 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
         if twice := [name for name in sample if name in kwargs]:
             raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
         check_call(function, args, {**kwargs, **sample})
-    choose_view(launch.get("view", "auto"))  # for its check alone
+    view = launch.get("view", "auto")
+    choose_view(view)  # for its check alone
     config, _ = resolve(settings_of(launch), launch.get("config"))
-    leases = LEASES[config.engine](config, asked["concurrent"])
+    with _says_that_it_starts(_name_of(function), view) as slot:
+        leases = LEASES[config.engine](config, asked["concurrent"])
+        if asked["detach"]:
+            folder.hold(asked)
     env = dict(config.env or {})
     if leases.at_a_time > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
         env["OMP_NUM_THREADS"] = str(leases.num_threads)
@@ -633,12 +639,10 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
             timeout=launch.get("timeout"),
         )
 
-    if asked["detach"]:
-        folder.hold(asked)
     found: Sweep | None = None
     try:
         with held():
-            found = Sweep(call, asked, folder, arguments, leases, start)
+            found = Sweep(call, asked, folder, arguments, leases, start, slot)
         return found.wait() if asked["block"] else found
     except KeyboardInterrupt as error:
         if found is not None:
@@ -646,6 +650,25 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
             error.sweep = found  # type: ignore[attr-defined]
             error.run = found.runs[-1] if found.runs else None  # type: ignore[attr-defined]
             error.args = error.args or (_INTERRUPTED,)
+        raise
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return one_line(str(getattr(function, "__name__", type(function).__name__)), 60)
+
+
+@contextmanager
+def _says_that_it_starts(name: str, view: str | View) -> Iterator[DisplaySlot]:
+    """Yield the sweep's slot, with a line in it: devices are counted once torch is imported."""
+    slot = DisplaySlot()
+    if clicks.find_kernel() is not None and view != "none":
+        text = f"sweep of {name}: starting, which takes some seconds the first time"
+        slot.show(render_line(text))
+    try:
+        yield slot
+    except BaseException:
+        if slot.is_placed:
+            slot.clear()
         raise
 
 
