@@ -240,7 +240,10 @@ def _shown(value: object) -> str:
 
 # ---- the form by which a run is cloned ----------------------------------------------------
 
-_TOOLTIP = "Launch the same function again with other arguments or knobs"
+_TOOLTIP = (
+    "Launch the same function again with other arguments or knobs. Once the run has ended, "
+    "run.clone(...) does"
+)
 _GONE = "Clone: the run's handle, which has the function, is gone; launch again"
 _WARM = "Begin with this run's training as it is at its next common step, instead of anew"
 
@@ -312,6 +315,7 @@ class CloneForm:
         box = ipywidgets.Checkbox
         self._warm = widgets.field(box, "warm", _WARM, indent=False, classes="na-warm")
         self._start = widgets.button("Start", "Launch the clone", self._on_start)
+        self._cancel = widgets.button("Cancel", "Close this form", self.close)
         self.box = widgets.make(ipywidgets.VBox, classes="na-controls na-clone")
         self.button = widgets.button("Clone", _TOOLTIP, self._on_open)
 
@@ -336,7 +340,8 @@ class CloneForm:
         self._fields = [(knob, control_of(knob, self._widgets)) for knob in shown]
         rows = [row_of(knob, control, widgets=self._widgets) for knob, control in self._fields]
         title = self._widgets.make(ipywidgets.HTML, "clone with", classes="na-clone-title")
-        last = self._widgets.make(ipywidgets.HBox, [self._warm, self._start], classes="na-knob")
+        ends = [self._warm, self._start, self._cancel]
+        last = self._widgets.make(ipywidgets.HBox, ends, classes="na-knob")
         self.box.children = (title, *rows, last)
 
     def _on_start(self) -> None:

@@ -405,6 +405,9 @@ def test_a_clone_form_opens_again_only_where_nothing_else_was_done_with_it():
     run: Any = SimpleNamespace(state=running(2))
     form = CloneForm(widgets, lambda: Cloneable(run, partial(train, 0.1), clone), said.append)
     refused = lambda: said[-1:] == ["Clone: no step came"]  # noqa: E731
+    form.button.click()
+    field(form.box, "Cancel").click()
+    assert not form.box.children
     for others, is_open in (((), True), ((form.close,), False), ((form.button.click,) * 2, False)):
         form.close()
         form.button.click()
