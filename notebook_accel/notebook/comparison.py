@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -52,7 +52,8 @@ class Charts:
     """Charts of the metrics of some runs; a notebook shows them, and follows runs that go on.
 
     Args:
-        runs: (label, run) pairs. Up to ten have a colour each; of more the best is in colour.
+        runs: by what the legend calls them. Up to ten have a colour each; of more the best is in
+            colour.
         names: the metrics to draw; empty for all.
         of: whose metrics they are, for errors.
         table: what is shown below, by its ``repr`` or as HTML.
@@ -63,16 +64,11 @@ class Charts:
     """
 
     def __init__(
-        self,
-        runs: Sequence[tuple[str, Run]],
-        names: Sequence[str] = (),
-        *,
-        of: str,
-        table: Any = None,
+        self, runs: Mapping[str, Run], names: Sequence[str] = (), *, of: str, table: Any = None
     ) -> None:
-        for _, run in runs:
+        for run in runs.values():
             call_of(run).folder.check()
-        self._runs, self._names, self._table = _called(runs), names, table
+        self._runs, self._names, self._table = runs, names, table
         self._ended: dict[str, dict[str, Curve]] = {}
         if not self._is_live:
             chosen(self._curves(()), names, of=of)
@@ -200,7 +196,7 @@ def snapshot_of(run: Run, state: RunState, **how: Any) -> dict[str, str]:
     return snapshot.render_snapshot(state, curves, original=(label, read_original()), **how)
 
 
-def _called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:
+def called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:
     """Return what the legend calls each run: by its label, and the arguments that differ."""
     names = [label.removesuffix(f" ({run.id})") for label, run in runs]
     texts = []

@@ -98,7 +98,7 @@ class OnDemand(View):
             say(f"rank {rank} displayed nothing")
 
     def charts_of(self, run: Run, names: Sequence[str]) -> Charts:
-        return Charts([(run.name, run)], names, of="this run")
+        return Charts({run.name: run}, names, of="this run")
 
 
 def _show(

@@ -23,7 +23,7 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.notebook.comparison import Charts, best_first, best_of, curves_of
+from notebook_accel.notebook.comparison import Charts, best_first, best_of, called, curves_of
 from notebook_accel.notebook.sweeps.sweep import attach_sweep
 from notebook_accel.notebook.sweeps.trial import in_a_line
 from notebook_accel.notebook.views import choose_view
@@ -383,8 +383,9 @@ def compare(
     if backend is not None:
         as_choice("backend", backend, ["matplotlib"])
     elif find_kernel() is not None:
-        table: RunTable[Any] = RunTable([], labelled, names or None)
-        return Charts(labelled, names, of="these runs", table=table)
+        by_name = called(labelled)
+        table: RunTable[Any] = RunTable([], [*by_name.items()], names or None)
+        return Charts(by_name, names, of="these runs", table=table)
     metrics = {label: run.metrics for label, run in labelled}
     return RunTable(plot_together(metrics, names, charts.COLOURS), labelled, names or None)
 

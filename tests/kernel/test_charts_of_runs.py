@@ -70,6 +70,8 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(notebook, 
     assert "lr=0.5" in legend
     assert "lr=0.25" in legend
     assert "width=8" not in legend
+    # The table calls them as the legend does.
+    assert re.findall(r"<tr><td[^>]*>([\w=.]+)", first) == ["lr=0.5", "lr=0.25"]
     assert "<script" not in first
     assert first.count("<tr>") == 3
     assert ">&lt;b&gt;</b>" in first

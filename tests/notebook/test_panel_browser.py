@@ -247,10 +247,13 @@ def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook):
     expect(clone.locator(".na-charts path")).to_have_count(2)
     expect(clone).to_have_count(1)
     _check_in_windows(notebook, (600,), _CLONE_HAS_ONE_LINE_OF_BUTTONS)
+    _check_in_windows(notebook, (400,), _CLONE_HAS_ONE_LINE_OF_CONTROLS)
     output.get_by_role("button", name="Stop").first.click()
     # The summary stands above the clone's panel, which goes on.
     output.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
     expect(clone.get_by_role("button", name="Pause")).to_be_enabled()
+    compared = notebook.add("from notebook_accel import compare, last_run\ncompare(last_run())")
+    expect(compared.locator("table.na-runs td").first).to_have_css("text-align", "left")
     clone.get_by_role("button", name="Stop").click()
     expect(output.locator("button")).to_have_count(0, timeout=60_000)
     expect(output.locator("b").filter(has_text="lr=0.1")).to_have_count(1)
@@ -800,9 +803,8 @@ _FAULTS = """(width) => {
   if (notebook.getBoundingClientRect().right > width + 1) return ['not laid out yet'];
   const panel = document.querySelector('.na-panel');
   const faults = panel.scrollWidth > panel.clientWidth ? ['the panel is too wide'] : [];
-  for (const bar of panel.querySelectorAll('.na-log-bar')) {
-    if (bar.clientHeight > 40) faults.push('a bar of controls has two lines');
-  }
+  const bar = panel.querySelector('.na-log .na-log-bar');
+  if (bar.clientHeight > 40) faults.push('the bar above the log has two lines');
   const buttons = panel.querySelector('.na-buttons');
   const places = new Set([...buttons.children].map((one) => one.getBoundingClientRect().left));
   if (panel.clientWidth > 460) {
@@ -910,6 +912,12 @@ _HAS_COLUMNS = """() => {
 _CLONE_HAS_ONE_LINE_OF_BUTTONS = """() => {
   const clone = document.querySelector('.na-below .na-panel');
   return clone.clientWidth < 560 && clone.querySelector('.na-buttons').clientHeight < 50;
+}"""
+
+_CLONE_HAS_ONE_LINE_OF_CONTROLS = """() => {
+  const clone = document.querySelector('.na-below .na-panel');
+  const bar = clone.querySelector('.na-metrics .na-log-bar');
+  return clone.clientWidth < 300 && bar.clientHeight < 40;
 }"""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves, thin_out
-from notebook_accel.notebook.comparison import Charts
+from notebook_accel.notebook.comparison import Charts, called
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.runs import RunTable
@@ -329,8 +329,8 @@ def live_run(number, names=NAMES):
 
 
 def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table():
-    labelled = [(f"train ({run.id})", run) for run in map(live_run, range(10))]
-    charts = Charts(labelled, of="these runs", table=RunTable([], labelled))
+    runs = called([(f"train ({run.id})", run) for run in map(live_run, range(10))])
+    charts = Charts(runs, of="these runs", table=RunTable([], [*runs.items()]))
     shown: list[dict[str, str]] = []
     slot: Any = SimpleNamespace(show=shown.append)
     charts._draw(slot, is_live=True)
