@@ -1,4 +1,4 @@
-"""A person stops a training in a notebook, goes on with another rate, and clones it."""
+"""A person stops a training in a notebook, goes on with another rate, and clones a trial warm."""
 
 import ast
 import os
@@ -37,21 +37,6 @@ while run.state.ranks[0].steps < 10:
     time.sleep(0.01)
 """
 GO_ON = "notebook_launcher(train, kwargs={'lr': 0.01}, num_processes=2, resume=%s)"
-
-
-@pytest.fixture(scope="module", name="opened")
-def _opened():
-    with open_notebook() as notebook:
-        yield notebook
-
-
-@pytest.fixture
-def notebook(opened):
-    """One kernel for all; what it has shown before is no more on the page."""
-    kernel = opened.kernel
-    for shown in (kernel.displays, kernel.models, kernel.buttons, kernel.widgets):
-        shown.clear()
-    return opened
 
 
 @pytest.mark.timeout(300)
@@ -155,98 +140,6 @@ def test_of_a_hundred_moves_of_a_slider_the_last_counts_and_one_that_no_rank_hea
     (tmp_path / "stand").unlink()
     kernel.click("Stop")
     assert notebook.run("print(run.results)") == "[1.0, 1.0]\n"
-
-
-CLONED = """
-import pathlib, time
-from notebook_accel import Accelerator, notebook_launcher, runs
-
-def train(lr, folder, slow=False, size=8):
-    accelerator = Accelerator(cpu=True)
-    size = accelerator.knob("size", size, low=1, high=64)
-    rate = accelerator.knob("rate", 1)
-    for step in range(4000):
-        accelerator.log({"loss": lr / (step + 1)}, step=step)
-        if accelerator.should_stop or pathlib.Path(folder, str(lr)).exists():
-            return lr, size.value, slow, rate.value
-        time.sleep(0.02)
-"""
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_original_first", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_run_is_cloned_by_mouse_in_a_panel_below_its_own(
-    notebook, tmp_path, *, is_original_first
-):
-    first, last = ("0.5", "0.25") if is_original_first else ("0.25", "0.5")
-    kernel = notebook.kernel
-    notebook.run(CLONED)
-    block = not is_original_first
-    launch = f"run = notebook_launcher(train, (0.5, {str(tmp_path)!r}), 1, block={block})"
-    rate = 2 if is_original_first else 1
-    cell = notebook.start(launch)
-    kernel.wait_for_panel()
-    assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
-    if is_original_first:  # the cell is free meanwhile
-        notebook.run("run.set(rate=2)")
-    kernel.click("Clone")
-    assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
-    kernel.fill("lr", 0.25)
-    kernel.fill("slow", True)
-    kernel.fill("size", 32)
-    kernel.click("Start")
-    begun = "the clone has begun, below: lr=0.25, slow=True, size=32"
-    assert kernel.listen_until(lambda: shows(kernel, begun), seconds=60), kernel.widgets
-    kernel.click("Start")  # the second one of a double click, of a page that is slow
-    assert kernel.listen_until(lambda: shows(kernel, "pale: train (lr=0.5"), seconds=60)
-    (tmp_path / first).touch()
-    views = lambda: [m["outputs"] for m in kernel.models.values() if m.get("outputs")]  # noqa: E731
-    ended = lambda: any("✓ succeeded" in str(each) for each in (*views(), *kernel.widgets))  # noqa: E731
-    assert kernel.listen_until(ended, seconds=60)
-    assert kernel.shows_panel, "the other one goes on in it"
-    (tmp_path / last).touch()
-    texts = lambda: [each["data"]["text/plain"] for each in kernel.displays.values()]  # noqa: E731
-    both = lambda: [text.count(": succeeded, 1 rank") for text in texts()] == [2]  # noqa: E731
-    assert kernel.listen_until(both, seconds=60), kernel.displays
-    notebook.finish(cell)
-    assert notebook.run("print([one.results for one in runs()[-2:]])").strip() == (
-        f"[[(0.5, 8, False, {rate})], [(0.25, 32, True, {rate})]]"
-    )
-    # A clone of the clone, made in a cell, has that cell for its panel.
-    kernel.displays.clear()
-    notebook.run("again = runs()[-1].clone(slow=False, block=True)")
-    assert any("slow=False: succeeded" in text for text in texts()), kernel.displays
-
-
-def test_a_trial_of_a_sweep_is_cloned_by_the_same_form_as_one_more_trial(notebook, tmp_path):
-    kernel = notebook.kernel
-    notebook.run(CLONED + "from notebook_accel import sweep")
-    how = "metric='loss', concurrent=2, devices='cpu', block=False"
-    notebook.run(
-        f"s = sweep(train, {{'lr': [0.5]}}, kwargs={{'folder': {str(tmp_path)!r}}}, {how})"
-    )
-    kernel.wait_for_panel()
-    assert kernel.listen_until(lambda: offers(kernel, "trial 0"), seconds=60)
-    kernel.fill("Trial", "trial 0")
-    # Its own panel has a control for each knob.
-    assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
-    kernel.click("Clone")
-    assert kernel.listen_until(lambda: named(kernel, "rate") == 2, seconds=30)
-    kernel.fill("lr", 0.25)
-    kernel.fill("size", 32)
-    kernel.click("Start")
-    added = lambda: any("trial 1 is added" in text for text in kernel.widgets)  # noqa: E731
-    assert kernel.listen_until(added, seconds=30)
-    (tmp_path / "0.5").touch()
-    (tmp_path / "0.25").touch()
-    show = "[run.results for run in s], s.runs[1].state.origin == s.runs[0].id"
-    wait = "while len(s) < 2: time.sleep(0.01)"
-    assert notebook.run(f"{wait}\ns.wait(); print({show})").strip() == (
-        "[[(0.5, 8, False, 1)], [(0.25, 32, False, 1)]] True"
-    )
-    assert notebook.run("print(s.to_pandas()[['lr', 'size']].values.tolist()[1])") == (
-        "[0.25, 32.0]\n"
-    )
 
 
 @pytest.mark.timeout(300)

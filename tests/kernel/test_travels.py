@@ -83,28 +83,6 @@ def test_what_cells_define_comes_back_as_itself(book):
     """)
 
 
-def test_loader_workers_make_batches_of_a_dataclass_of_the_notebook(book):
-    book.run("""
-        @dataclass
-        class Batch:
-            x: torch.Tensor
-            names: list
-
-        def collate(samples):
-            return Batch(torch.tensor(samples), [str(sample) for sample in samples])
-
-        def read():
-            loader = DataLoader(range(8), batch_size=4, num_workers=2, collate_fn=collate)
-            batches = list(loader)
-            assert all(type(batch) is Batch for batch in batches)
-            return batches
-
-        for batches in launch(read):
-            assert [type(batch) for batch in batches] == [Batch, Batch]
-            assert batches[1].x.tolist() == [4, 5, 6, 7] and batches[0].names == list("0123")
-    """)
-
-
 def test_a_loader_that_the_notebook_has_read_starts_its_own_workers(book):
     book.run("""
         looked_at = DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)
@@ -171,37 +149,6 @@ def test_the_notebooks_model_is_untouched_and_the_returned_one_is_trained(book):
     """)
 
 
-def test_a_failure_names_the_cells_line_and_the_run_is_kept(book):
-    number = int(book.run("print(len(In))"))
-    book.run("""
-        def broken(rank):
-            if rank == 1:
-                print("about to break")
-                values = {}
-                return values["missing"]
-            time.sleep(600)
-
-        def train():
-            return broken(int(os.environ["RANK"]))
-    """)
-    text = book.fails("launch(train)")
-    assert f"Cell In[{number}], line 5" in text
-    assert 'return values["missing"]' in text
-    assert "rank 1" in text
-    assert "KeyError" in text
-    book.run("""
-        last = runs()[-1]
-        assert last.status == "failed" and last.results == [None, None]
-        assert last.logs(1).startswith("about to break\\n"), last.logs(1)
-        try:
-            last.wait()
-        except Exception as error:
-            assert error.run is last and error.ranks == [1]
-        assert launch(lambda: 1).results == [1, 1]
-        assert [run.status for run in runs()[-2:]] == ["failed", "succeeded"]
-    """)
-
-
 @pytest.mark.long
 def test_two_notebooks_at_once(book):
     work = """
@@ -249,8 +196,10 @@ def test_a_managers_proxies_reach_it_from_the_ranks(book):
     """)
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
-def test_processes_that_a_rank_spawns_find_what_cells_define(book, method):
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)]
+)
+def test_processes_that_a_rank_starts_find_what_cells_define(book, method):
     book.run(f"""
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor

@@ -74,17 +74,18 @@ def comes():
                 accelerator.log({"loss": 1 / step, "rate": 3e-4}, step)
 """
 SWEEP = """
-from notebook_accel import sweep
+from notebook_accel import runs, sweep
 space = {"lr": [0.3, 0.1, 0.2]}
-def trains(lr):
+def trains(lr, slow=False, size=8):
     import time
     from notebook_accel import Accelerator
     accelerator = Accelerator(cpu=True)
+    size, rate = accelerator.knob("size", size, low=1, high=64), accelerator.knob("rate", 1)
     for step in range(10_000):
         accelerator.log({"loss": lr + 1 / (step + 1)}, step)
         time.sleep(0.05)
         if accelerator.should_stop:
-            break
+            return lr, slow, size.value, rate.value
 """
 HANG = """
 def hang():
@@ -232,15 +233,26 @@ def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_char
     expect(output.locator("img")).not_to_have_count(0)
     expect(output.locator("table").first.locator("tr")).to_have_count(5)
     expect(output.locator(".na-panel")).to_have_count(0)
+    told = notebook.add("print(s.runs[3].results, s.runs[3].state.origin == s.runs[0].id)")
+    expect(told).to_have_text("[(0.05, False, 8, 1)] True")
 
 
-def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook):
+@pytest.mark.parametrize("first", ["original", pytest.param("clone", marks=pytest.mark.long)])
+def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook, first):
     notebook.add(SWEEP)
     number = notebook.insert("notebook_launcher(trains, (0.3,), num_processes=1)")
     notebook.run(number)
     output = notebook.output(number)
-    output.get_by_role("button", name="Clone").click(timeout=60_000)
-    output.locator(".na-clone input").first.fill("0.1")
+    rate = output.get_by_label("rate")
+    rate.fill("2", timeout=60_000)
+    rate.press("Enter")
+    output.get_by_role("button", name="Clone").click()
+    form = output.locator(".na-clone")
+    form.get_by_label("lr").fill("0.1")
+    form.get_by_label("slow").check()
+    size = form.locator(".widget-readout")
+    size.fill("32")
+    size.press("Enter")
     output.get_by_role("button", name="Start").dblclick()
     clone = output.locator(".na-below .na-panel")
     expect(clone).to_contain_text("pale: trains (lr=0.3", timeout=60_000)
@@ -248,16 +260,20 @@ def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook):
     expect(clone).to_have_count(1)
     _check_in_windows(notebook, (600,), _CLONE_HAS_ONE_LINE_OF_BUTTONS)
     _check_in_windows(notebook, (400,), _CLONE_HAS_ONE_LINE_OF_CONTROLS)
-    output.get_by_role("button", name="Stop").first.click()
-    # The summary stands above the clone's panel, which goes on.
+    # The summary of the one stands where its panel was, and the other one goes on.
+    both = output.get_by_role("button", name="Stop")
+    (both.first if first == "original" else both.last).click()
     output.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
-    expect(clone.get_by_role("button", name="Pause")).to_be_enabled()
-    compared = notebook.add("from notebook_accel import compare, last_run\ncompare(last_run())")
-    expect(compared.locator("table.na-runs td").first).to_have_css("text-align", "left")
-    clone.get_by_role("button", name="Stop").click()
+    expect(output.get_by_role("button", name="Pause")).to_be_enabled()
+    if first == "original":  # its cell has ended
+        compared = notebook.add("from notebook_accel import compare, last_run\ncompare(last_run())")
+        expect(compared.locator("table.na-runs td").first).to_have_css("text-align", "left")
+    both.click()
     expect(output.locator("button")).to_have_count(0, timeout=60_000)
     expect(output.locator("b").filter(has_text="lr=0.1")).to_have_count(1)
     expect(output.locator("b").filter(has_text="trains")).to_have_count(1)
+    ended = notebook.add("print(*(run.results for run in runs()[-2:]))")
+    expect(ended).to_have_text("[(0.3, False, 8, 2)] [(0.1, True, 32, 2)]")
 
 
 def test_all_that_can_be_clicked(notebook, tmp_path):
