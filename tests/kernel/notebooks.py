@@ -5,6 +5,7 @@ import textwrap
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -36,6 +37,13 @@ class Notebook:
         reply = self.finish(self.start(code), timeout=timeout)
         assert reply.status == "ok", "\n".join(reply.traceback)
         return reply.text
+
+    def shows(self, code: str) -> dict[str, Any]:
+        """Run a cell that must end well; gives its one output with HTML, kept up to date."""
+        reply = self.finish(self.start(code))
+        assert reply.status == "ok", "\n".join(reply.traceback)
+        (output,) = (one for one in reply.outputs if "text/html" in one["data"])
+        return output
 
     def start(self, code: str) -> str:
         return self.kernel.start(textwrap.dedent(code))

@@ -26,14 +26,6 @@ def followers():
 """
 
 
-def shown(notebook, code):
-    """The one output of a cell, which changes as the display is updated."""
-    reply = notebook.finish(notebook.start(code))
-    assert reply.status == "ok", "\n".join(reply.traceback)
-    (output,) = reply.outputs
-    return output
-
-
 def images(page):
     """The SVG of each image, or of each part that is drawn anew all the time."""
     found = re.findall(r"base64,([\w+/=]+)", page)
@@ -59,7 +51,7 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(notebook, 
     end = tmp_path / "end"
     launch = f"notebook_launcher(train, (0.25, 8, {str(end)!r}), 1, block=False)"
     notebook.run(f"live = {launch}")
-    output = shown(notebook, "compare(old, live)")
+    output = notebook.shows("compare(old, live)")
     # It may not have logged yet.
     is_overlaid = lambda: [*map(len, strokes(output["data"]["text/html"]))] == [2]  # noqa: E731
     assert kernel.listen_until(is_overlaid, seconds=30)
@@ -101,7 +93,7 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(notebook, 
     text = notebook.run("print(compare(old, live, names=['loss']))").splitlines()
     assert re.match(r"loss +lr=0.5 +█▄▃", text[0])
     # One run: its values below the pointer, and no legend.
-    page = shown(notebook, "old.plot('loss')")["data"]["text/html"]
+    page = notebook.shows("old.plot('loss')")["data"]["text/html"]
     assert len(strokes(page)) == 1
     assert "title='step 3: 0.125'" in page
     assert "lr=" not in page
@@ -114,7 +106,7 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(notebook, 
     # Of many runs the best is in colour.
     launch = "notebook_launcher(train, (1 / (number + 1), 8), 1, session=True)"
     notebook.run(f"many = [{launch} for number in range(12)]")
-    page = shown(notebook, "compare(many, names=['loss'])")["data"]["text/html"]
+    page = notebook.shows("compare(many, names=['loss'])")["data"]["text/html"]
     (colours,) = strokes(page)
     assert len(colours) == 2
     assert colours[0] == "#808080"
@@ -191,34 +183,3 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path):
         reply = notebook.finish(notebook.start("new.show()"))
         assert "pale: first" not in str(reply.outputs)
         assert "✓ succeeded" in str(reply.outputs)
-
-
-def test_a_summary_has_the_metrics_of_other_ranks_and_the_knobs(notebook, tmp_path):
-    notebook.run(f"folder = {str(tmp_path)!r}")
-    notebook.run(
-        """
-        import torch
-        from notebook_accel import Accelerator, notebook_launcher
-
-        def train():
-            from torch.utils.tensorboard import SummaryWriter
-            accelerator = Accelerator()
-            knob = accelerator.knob("lr", 0.5)
-            if accelerator.process_index == 1:
-                writer = SummaryWriter(folder)
-            for step in accelerator.prepare(torch.utils.data.DataLoader(range(40))):
-                if accelerator.process_index == 1:
-                    writer.add_scalar("of the other", 3 - knob.value, int(step))
-            while knob.value == 0.5:
-                accelerator.should_stop
-        """
-    )
-    launching = notebook.start("run = notebook_launcher(train, num_processes=2, block=False)")
-    outputs = notebook.finish(launching).outputs
-    notebook.run("run.set(lr=0.25); run.wait()")
-    page = lambda: "".join(one["data"].get("text/html", "") for one in outputs)  # noqa: E731
-    assert notebook.kernel.listen_until(lambda: "succeeded" in page(), seconds=30)
-    again = shown(notebook, "run.show()")["data"]["text/html"]
-    for shown_html in (page(), again):
-        assert "of the other" in shown_html
-        assert "knob/lr" in shown_html

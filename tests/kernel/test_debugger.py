@@ -2,10 +2,10 @@
 
 import os
 import sys
-import textwrap
 
 import psutil
 
+from tests.engines.processes import gone
 from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
 
@@ -40,25 +40,17 @@ def test_a_template_that_does_not_come_to_our_code_ends_with_its_kernel(tmp_path
     stuck = tmp_path / "stuck"
     stuck.mkdir()
     (stuck / "sitecustomize.py").write_text("import time\ntime.sleep(1e6)\n")
-    kernel = textwrap.dedent(f"""
-        import os, sys, time
-        from notebook_accel.launch.template.handle import template
-        os.environ["PYTHONPATH"] = {str(stuck)!r}
-        print(template().pid, flush=True)
-        time.sleep(1e6)
-        """)
-    process = psutil.Popen(
-        [sys.executable, "-c", kernel], stdout=-1, env={**os.environ, "NOTEBOOK_ACCEL_WARM": "0"}
-    )
+    kernel = f"""
+import os, sys, time
+from notebook_accel.launch.template.handle import template
+os.environ["PYTHONPATH"] = {str(stuck)!r}
+print(template().pid, flush=True)
+time.sleep(1e6)
+"""
+    environment = {**os.environ, "NOTEBOOK_ACCEL_WARM": "0"}
+    process = psutil.Popen([sys.executable, "-c", kernel], stdout=-1, env=environment)
     with process.stdout as lines:
         template = int(lines.readline())
     process.kill()
     process.wait()
-    eventually(
-        lambda: (
-            not psutil.pid_exists(template)
-            or psutil.Process(template).status() == psutil.STATUS_ZOMBIE
-        ),
-        within=10.0,
-        what="the template ended",
-    )
+    eventually(lambda: gone([template]), within=10.0, what="the template ended")

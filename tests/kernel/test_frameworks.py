@@ -27,6 +27,17 @@ def loss_of(model, batch):
 def weights(model):
     return model.weight.detach().clone()
 
+def made():
+    model = torch.nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def fit(model, optimizer, loader, backward):
+    for steps, batch in enumerate(loader, 1):
+        optimizer.zero_grad()
+        backward(loss_of(model, batch))
+        optimizer.step()
+    return steps
+
 def check(run, steps):
     (size, count, first), (_, _, second) = run
     assert (size, count) == (2, steps), (size, count)
@@ -42,15 +53,10 @@ def test_plain_ddp(book):
 
         def train():
             dist.init_process_group("gloo")
-            model = DistributedDataParallel(torch.nn.Linear(4, 1))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            sampler = DistributedSampler(data)
-            steps = 0
-            for batch in DataLoader(data, batch_size=4, sampler=sampler):
-                optimizer.zero_grad()
-                loss_of(model, batch).backward()
-                optimizer.step()
-                steps += 1
+            model, optimizer = made()
+            model = DistributedDataParallel(model)
+            loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+            steps = fit(model, optimizer, loader, torch.Tensor.backward)
             size = dist.get_world_size()
             dist.destroy_process_group()
             return size, steps, weights(model.module)
@@ -65,16 +71,9 @@ def test_hugging_face_accelerate(book):
             from accelerate import Accelerator
 
             accelerator = Accelerator()
-            model = torch.nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loader = DataLoader(data, batch_size=4, shuffle=True)
-            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-            steps = 0
-            for batch in loader:
-                optimizer.zero_grad()
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                steps += 1
+            model, optimizer, loader = accelerator.prepare(*made(), loader)
+            steps = fit(model, optimizer, loader, accelerator.backward)
             seen = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index]))
             assert seen.tolist() == [0, 1]
             assert accelerator.device.type == "cpu"
@@ -91,16 +90,9 @@ def test_lightning_fabric(book):
 
             fabric = Fabric(accelerator="cpu", devices=2)
             fabric.launch()
-            model = torch.nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model, optimizer = fabric.setup(model, optimizer)
+            model, optimizer = fabric.setup(*made())
             loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4))
-            steps = 0
-            for batch in loader:
-                optimizer.zero_grad()
-                fabric.backward(loss_of(model, batch))
-                optimizer.step()
-                steps += 1
+            steps = fit(model, optimizer, loader, fabric.backward)
             assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == [0, 1]
             return fabric.world_size, steps, weights(model.module)
 

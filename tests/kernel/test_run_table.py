@@ -30,9 +30,19 @@ METRICS = ["loss", "best loss", "accuracy", "best accuracy", "lr", "loss curve"]
 COLUMNS = [*FACTS, "error", *METRICS, "started", "notebook", "id"]
 
 
+def shown(notebook, code):
+    """What a page shows of the value of a cell, as text and as HTML."""
+    data = notebook.shows(code)["data"]
+    return data["text/plain"], data["text/html"]
+
+
 def cells(text):
     """The rows of a table that was shown as text, its head first."""
     return [re.split(r"  +", line) for line in text.splitlines()]
+
+
+def names(text):
+    return [row[0] for row in cells(text)]
 
 
 @pytest.mark.long
@@ -40,18 +50,9 @@ def cells(text):
 def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     with open_notebook({"JPY_SESSION_NAME": "/home/me/digits.ipynb"}) as notebook:
-
-        def shown(code):
-            """What a page shows of the value of a cell, as text and as HTML."""
-            reply = notebook.finish(notebook.start(code))
-            assert reply.status == "ok", "\n".join(reply.traceback)
-            assert "[<Axes" not in str(reply.outputs)
-            (data,) = (one["data"] for one in reply.outputs if "text/html" in one["data"])
-            return data["text/plain"], data["text/html"]
-
         notebook.run(TRAIN)
         notebook.fails("notebook_launcher(fails, num_processes=1)")
-        text, html = shown("runs()")
+        text, html = shown(notebook, "runs()")
         head, first, second, third = cells(text)
         assert head == COLUMNS
         assert first[:2] == ["lr 0.01", "✓ succeeded"]
@@ -69,13 +70,13 @@ def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
         assert "text-align:left;color:#cf4f57'>✗ failed</td>" in html
         assert "text-align:left;color:#2f86d6'>█▁▃▆</td>" in html
         assert "text-align:left;color:#d9730d'>█▁▃▆</td>" in html
-        table, _ = shown("runs(sort='lr', mode='max')")
-        assert [row[0] for row in cells(table)] == ["run", "lr 0.1", "lr 0.01", "fails"]
+        table, _ = shown(notebook, "runs(sort='lr', mode='max')")
+        assert names(table) == ["run", "lr 0.1", "lr 0.01", "fails"]
         # The best of what it is sorted by is the one that was asked for.
-        table, _ = shown("runs(sort='loss', mode='max')")
+        table, _ = shown(notebook, "runs(sort='loss', mode='max')")
         assert cells(table)[0][5:7] == ["loss", "best loss"]
         assert cells(table)[1][4:6] == ["0.375", "0.5"]
-        table, _ = shown("runs(sort='accuracy')")
+        table, _ = shown(notebook, "runs(sort='accuracy')")
         assert "accuracy curve" in cells(table)[0]
         assert "they logged 'loss', 'accuracy', 'lr'" in notebook.fails("runs(sort='acuracy')")
         assert "&lt;b&gt;kkk" in html
@@ -86,14 +87,14 @@ def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
         notebook.manager.restart_kernel(now=True)
         notebook.kernel.client.wait_for_ready(timeout=60)
         notebook.run("from notebook_accel import compare, runs\nold = runs(everywhere=True)")
-        assert shown("old") == (text, html)
-        text, _ = shown("compare(old[:2])")
+        assert shown(notebook, "old") == (text, html)
+        text, _ = shown(notebook, "compare(old[:2])")
         charts, _, table = text.partition("\n\n")
         assert cells(charts)[0] == ["loss", "lr 0.01 (lr=0.01)", "█▁▃▆", "0.375"]
-        assert [row[0] for row in cells(table)] == ["run", "lr 0.01", "lr 0.1"]
-        text, _ = shown("compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
+        assert names(table) == ["run", "lr 0.01", "lr 0.1"]
+        text, _ = shown(notebook, "compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
         table = text.partition("\n\n")[2]
-        assert [row[0] for row in cells(table)] == ["run", "slow", "fast"]
+        assert names(table) == ["run", "slow", "fast"]
         assert cells(table)[1][4:6] == ["0.375", "0.125"]
         drawn = "compare(*old[:2], names=['lr'], backend='matplotlib')"
         axes = f"[axis.get_title() for axis in {drawn}]"
@@ -101,7 +102,7 @@ def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
 
 
 SWEEP = """
-from notebook_accel import Accelerator, notebook_launcher, runs, sweep
+from notebook_accel import Accelerator, compare, notebook_launcher, runs, sweep
 
 def trial(lr, width):
     if lr > 1:
@@ -118,17 +119,10 @@ last = notebook_launcher(trial, (0.5, 4), 1, name="last")
 
 def test_a_sweep_is_one_row_that_opens(tmp_path):
     with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
-
-        def shown(code):
-            reply = notebook.finish(notebook.start(code))
-            assert reply.status == "ok", "\n".join(reply.traceback)
-            (data,) = (one["data"] for one in reply.outputs if "text/html" in one["data"])
-            return data["text/plain"].splitlines(), data["text/html"]
-
         notebook.run(SWEEP)
-        lines, html = shown("runs()")
+        lines, html = shown(notebook, "runs()")
         best = "sweep of trial: 3 trials, 1 failed, best loss 0.125 (lr=0.125, width=1)"
-        assert [line.split("  ")[0] for line in lines] == ["run", "alone", best, "last"]
+        assert names(lines) == ["run", "alone", best, "last"]
         row = html.partition("<details>")[2].partition("</details>")[0]
         assert row.startswith(f"<summary>{best}</summary><table")
         assert row.count("<tr>") == 4
@@ -139,15 +133,15 @@ def test_a_sweep_is_one_row_that_opens(tmp_path):
         # It is the table alone that is shorter.
         found = "[each.id for each in runs()] == [alone.id, *(each.id for each in s), last.id]"
         assert notebook.run(f"print({found})") == "True\n"
-        lines, _ = shown("runs(sort='loss')")
-        assert [line.split("  ")[0] for line in lines] == ["run", best, "alone", "last"]
-        lines, html = shown("from notebook_accel import compare\ncompare(s.runs, names=['loss'])")
+        lines, _ = shown(notebook, "runs(sort='loss')")
+        assert names(lines) == ["run", best, "alone", "last"]
+        lines, html = shown(notebook, "compare(s.runs, names=['loss'])")
         assert "<details>" not in html
         # All in one line each, however wide.
         assert html.partition("<table")[2].count("white-space:nowrap") > 20
 
         notebook.manager.restart_kernel(now=True)
         notebook.kernel.client.wait_for_ready(timeout=60)
-        lines, html = shown("from notebook_accel import runs\nruns(everywhere=True)")
-        assert [line.split("  ")[0] for line in lines] == ["run", "alone", best, "last"]
+        lines, html = shown(notebook, "from notebook_accel import runs\nruns(everywhere=True)")
+        assert names(lines) == ["run", "alone", best, "last"]
         assert html.count("<details>") == 1

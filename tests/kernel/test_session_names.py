@@ -98,7 +98,8 @@ def test_names_that_only_functions_and_texts_have_are_not_pushed(book):
     text = book.run("%%accelerate\ndef train(model): return model\nmodel = 5\ntrain(model)")
     assert text == "ranks 0-1: 5\n"
     book.run("%%accelerate\n%time print(f'{rows:.2f}')")
-    assert "`f` (generator) cannot travel" in book.fails("%%accelerate\ndef g(): return f")
+    text = book.fails("%%accelerate\ndef g(): return f")
+    assert "`f` (generator) cannot travel to the session" in text
 
 
 def test_modules_of_a_package_that_the_notebook_has_are_there(book):

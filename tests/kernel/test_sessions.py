@@ -4,13 +4,13 @@ import ast
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 
 import psutil
 import pytest
 
+from tests.interpreters import run
 from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually
 
@@ -102,16 +102,6 @@ def test_tables_figures_and_html_are_shown_richly(book):
     assert sum('class="dataframe"' in text for text in html) == 2
     assert values(reply)[-4:-3] == ["rank 0"]
     assert values(reply)[-2:-1] == ["rank 1"]
-    reply = cell(
-        book,
-        """
-        %%accelerate --ranks 1
-        from IPython.display import HTML, display
-        display(HTML("<b>of one</b>"))
-        """,
-    )
-    html = [output["data"].get("text/html", "") for output in reply.outputs]
-    assert "<b>of one</b>" in html
     # Equal ones once, below the ranks that have it.
     reply = cell(book, "%%accelerate\npandas.DataFrame({'rank': [7]})")
     assert values(reply)[-2] == "ranks 0-1"
@@ -261,16 +251,11 @@ def answer(book, cell, prompt, answers):
     return book.finish(started)
 
 
-def test_a_syntax_error_and_bad_options_reach_no_rank(book, tmp_path):
-    assert "line 3" in book.fails("%%accelerate\na = 1\nb = = 2")
+def test_options_that_do_not_fit_the_session_reach_no_rank(book, tmp_path):
     assert "`%accelerate restart -n 3`" in book.fails("%%accelerate -n 3\n1")
     assert "the session has the ranks 0 to 1" in book.fails("%%accelerate --ranks 0,2\n1")
-    assert "expected ranks such as 0,2-3" in book.run("%%accelerate --ranks all\n1")
     for command in ("logs 9", "stacks 9", "pull --rank 9 pids"):
         assert "no rank 9: the session has the ranks 0 to 1" in book.fails(f"%accelerate {command}")
-    for command in ("pull", "push"):
-        assert "expected some such as model,loss" in book.run(f"%accelerate {command}")
-    assert "expected %accelerate stop, with nothing more" in book.run("%accelerate stop -n 4")
     before = book.run("%%accelerate\npids")
     (tmp_path / "launch.yaml").write_text("devices: [99]\n")
     text = book.fails(f"%accelerate restart --config {tmp_path / 'launch.yaml'}")
@@ -412,13 +397,6 @@ def test_a_cell_of_one_rank_says_so_and_its_names_can_be_pulled(book):
     assert book.run("%%accelerate\nshared") == "ranks 0-1: 'new'\n"
 
 
-def test_what_cannot_travel_is_named(book):
-    book.run("import threading\nlock = threading.Lock()\ndef locked(): return lock")
-    text = book.fails("%%accelerate\nlocked()")
-    assert "`lock` (_thread.lock) cannot travel to the session" in text
-    assert book.run("%%accelerate\nlock = 5\nlock") == "ranks 0-1: 5\n"
-
-
 def test_the_notebook_knows_the_names_of_the_session(book):
     book.run("%%accelerate\nfar_away_name = 1")
     reply = cell(book, "far_away_name")
@@ -427,8 +405,6 @@ def test_the_notebook_knows_the_names_of_the_session(book):
     assert "`accelerator` is there in the cells of `%%accelerate`" in reply.text
     content = book.kernel.client.complete("%%accelerate\nfar_away_n", reply=True)["content"]
     assert content["matches"] == ["far_away_name"]
-    content = book.kernel.client.complete("%accelerate pull ", reply=True)["content"]
-    assert "far_away_name" in content["matches"]
     assert "far_away_name" in book.run("%accelerate status")
 
 
@@ -548,8 +524,7 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book, tmp_path):
         late
         """,
     )
-    run = values(reply)[-1]
-    assert re.match(r"<Run .* of In\[\d+\]: (starting|running), 2 ranks>", run)
+    assert re.match(r"<Run .* of In\[\d+\]: (starting|running), 2 ranks>", values(reply)[-1])
     assert book.run("typed = 'here'\nprint('free')") == "free\n"
     status = book.run("%accelerate status")
     assert re.search(r"2 ranks: busy\nrank 0  pid \d+  busy\nrank 1  pid \d+  busy\n", status)
@@ -583,40 +558,20 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book, tmp_path):
 
 @pytest.mark.long
 def test_a_cell_is_written_as_a_script_that_torchrun_runs(book, tmp_path):
-    target = tmp_path / "train.py"
+    target, fresh = tmp_path / "train.py", tmp_path / "fresh.py"
     book.run("%accelerate restart -n 2")
-    book.run("import math")
-    book.run("unused = open('/dev/null')")
     book.run("scale = 10\ndef scaled(value):\n    return value * scale")
-    book.run("%matplotlib inline\nwide = math.floor(3.5)")
-    book.run("sizes = []")
-    book.fails("sizes.append(nowhere)")
-    book.run("sizes.append(1)")
     book.fails("%%accelerate\npartial = 1\npartial // 0")
     book.run("%%accelerate --ranks 1\nlonely = 1")
-    book.run("%%accelerate\nimport torch\nown = torch.tensor(scaled(rank + wide), device=device)")
-    shown = book.run(f"""
-        %%accelerate --write {target}
-        total = accelerator.reduce(own)
-        total.item(), world_size * len(sizes)
-    """)
+    book.run("%%accelerate\nown = torch.tensor(scaled(rank + 3), device=device)")
+    shown = book.run(f"%%accelerate --write {target}\naccelerator.reduce(own).item(), world_size")
     others = r"In\[\d+\], which did not end well; In\[\d+\], which ran with --ranks"
     assert re.fullmatch(rf"wrote {target}, without {others}\nranks 0-1: \(70, 2\)\n", shown), shown
-    text = target.read_text()
-    assert "def scaled(value):\n    return value * scale\n" in text
-    assert "unused" not in text
-    assert "nowhere" not in text
-    assert "print((total.item(), world_size * len(sizes)))" in text
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(target)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout.count("(70, 2)") == 2, done.stderr
-    text = book.run(f"%%accelerate --write {target} --ranks 0\n1")
-    assert "--write and --ranks" in text
+    assert run(command, environment).count("(70, 2)") == 2
+    assert "--write and --ranks" in book.run(f"%%accelerate --write {target} --ranks 0\n1")
     # A cell that has ranks of its own has nothing of the session.
-    fresh = tmp_path / "fresh.py"
     shown = book.run(
         f"%%accelerate --fresh -n 2 --write {fresh}\n"
         "'own' in globals(), scaled(accelerator.num_processes)"
@@ -624,10 +579,7 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book, tmp_path):
     assert shown == f"wrote {fresh}\nranks 0-1: (False, 20)\n"
     assert "1 // 0" in book.fails("%%accelerate --fresh\n1 // 0")
     assert book.run("%%accelerate\n'own' in globals()") == "ranks 0-1: True\n"
-    text = fresh.read_text()
-    assert "accelerator = Accelerator()" in text
-    assert "scaled(accelerator.num_processes)))" in text
-    assert "torch.tensor(" not in text
+    assert "torch.tensor(" not in fresh.read_text()
 
 
 def test_a_function_is_launched_on_the_warm_workers(book):
@@ -651,21 +603,6 @@ def test_a_function_is_launched_on_the_warm_workers(book):
     assert book.run("print([v for _, v in notebook_launcher(work, (2,), session=True)])").endswith(
         "[43, 43]\n"
     )
-    text = book.run("""
-        import functools
-        in_lambda, in_partial, in_method, in_argument = 1, 2, 3, 4
-        class Task:
-            def work(self):
-                return in_method
-        for called, args in (
-            (lambda: in_lambda, ()),
-            (functools.partial(lambda: in_partial), ()),
-            (Task().work, ()),
-            (lambda use: use(), (lambda: in_argument,)),
-        ):
-            print(list(notebook_launcher(called, args, session=True, view="none")))
-    """)
-    assert text == "[1, 1]\n[2, 2]\n[3, 3]\n[4, 4]\n"
     text = book.fails("notebook_launcher(work, (2,), 3, session=True)")
     assert "the session was started with num_processes=2" in text
 
@@ -735,8 +672,6 @@ def test_a_dead_rank_says_how_to_start_again(book):
     assert "`%accelerate restart`" in book.fails("%accelerate start")
     book.run("%accelerate restart")
     assert book.run("%%accelerate\nworld_size, 'x' in globals()") == "ranks 0-1: (2, False)\n"
-    made = "[*notebook_launcher(lambda: accelerator.num_processes, session=True, view='none')]"
-    assert book.run(f"from notebook_accel import notebook_launcher\nprint({made})") == "[2, 2]\n"
 
 
 def test_the_session_ends_with_its_kernel(book):

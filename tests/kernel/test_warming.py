@@ -33,14 +33,6 @@ def test_fetching_the_launcher_starts_the_template_once(notebook):
     eventually(lambda: notebook.others() == [template], within=SLOW, what="the ranks have ended")
 
 
-def test_a_launch_that_comes_before_it_is_ready_shows_that_it_waits(notebook):
-    code = "from notebook_accel import notebook_launcher; notebook_launcher(lambda: 1, (), 2)"
-    reply = notebook.finish(notebook.start(code))
-    assert reply.status == "ok", reply.traceback
-    shown = [str(output) for output in notebook.kernel.first]
-    assert any("takes some seconds the first time" in text for text in shown), shown
-
-
 def test_a_script_starts_nothing_before_it_launches():
     code = """
 import sys, psutil

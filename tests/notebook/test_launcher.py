@@ -1,4 +1,5 @@
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +18,13 @@ log_line_prefix_template
 """
 
 
-class FakeKernel:
-    """A kernel as the choice of a view sees it."""
-
-    def __init__(self, *, live):
-        self.live = live
-
-    def get_parent(self, _channel):
-        return {"content": {"allow_stdin": self.live}}
-
-
 def train():
     raise AssertionError("nothing may be started")
+
+
+def kernel_that(*, live):
+    """A kernel as the choice of a view sees it."""
+    return SimpleNamespace(get_parent=lambda _: {"content": {"allow_stdin": live}})
 
 
 def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords():
@@ -118,12 +114,12 @@ def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch):
     ],
 )
 def test_the_view_fits_where_the_code_runs(monkeypatch, name, live, expected):
-    kernel = None if live is None else FakeKernel(live=live)
+    kernel = None if live is None else kernel_that(live=live)
     monkeypatch.setattr(clicks, "find_kernel", lambda: kernel)
     assert type(choose_view(name)) is expected
 
 
 def test_widgets_where_no_updates_are_drawn_are_plain_lines(monkeypatch):
-    monkeypatch.setattr(clicks, "find_kernel", lambda: FakeKernel(live=True))
+    monkeypatch.setattr(clicks, "find_kernel", lambda: kernel_that(live=True))
     monkeypatch.setattr(clicks, "draws_updates", lambda kernel: False)
     assert type(choose_view("widgets")) is Transcript

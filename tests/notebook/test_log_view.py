@@ -92,48 +92,29 @@ def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there
     assert len(numbers) > 1500
 
 
-def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too():
+def test_a_search_shows_the_lines_with_these_words_alone_and_says_how_many_also_of_new_ones():
     state = after(running(2), output(0, "a loss\nb\n"), output(1, "\x1b[32mLo\x1b[0mss\nc\n"))
     view = view_of(state)
-    view.read(state)
-    draw_all(view, state)
-    field(view.box, "Search the output").value = " LOSS "
-    draw_all(view, state)
-    assert text(view) == "0a loss1Loss"
-    state = after(state, output(1, "no\nmore loss\n"))
-    view.read(state)
-    draw_all(view, state)
-    assert text(view) == "0a loss1Loss\nmore loss"
-    field(view.box, "Output of").value = 0
-    draw_all(view, state)
-    assert text(view) == "a loss"
-    field(view.box, "Search the output").value = ""
-    draw_all(view, state)
-    assert text(view) == "a loss\nb"
-
-
-def test_a_search_says_how_many_lines_it_has_found():
-    state = after(running(1), output(0, "a\n"))
-    view = view_of(state)
-    view.read(state)
-    draw_all(view, state)
     title = part(view.box, "na-log-title")
-    assert title.value == "output"
-    field(view.box, "Search the output").value = "needle"
-    draw_all(view, state)
-    assert (text(view), title.value) == ("", "nothing found")
-    assert "na-optional" not in classes(title)
-    for lines, said in (("the needle\n", "1 hit"), ("hay\na nee", "1 hit"), ("dle", "2 hits")):
-        state = after(state, output(0, lines))
+
+    def shown(*messages):
+        nonlocal state
+        state = after(state, *messages)
         view.read(state)
         draw_all(view, state)
-        assert title.value == said
-    assert text(view) == "the needle\na needle"
-    assert "na-optional" not in classes(title)
+        return text(view), title.value, "na-optional" in classes(title)
+
+    assert shown() == ("0a loss\nb1Loss\nc", "output", True)
+    field(view.box, "Search the output").value = "needle"
+    assert shown() == ("", "nothing found", False)
+    field(view.box, "Search the output").value = " LOSS "
+    assert shown() == ("0a loss1Loss", "2 hits", False)
+    assert shown(output(1, "no\nmore lo")) == ("0a loss1Loss", "2 hits", False)
+    assert shown(output(1, "ss\n")) == ("0a loss1Loss\nmore loss", "3 hits", False)
+    field(view.box, "Output of").value = 0
+    assert shown() == ("a loss", "1 hit", False)
     field(view.box, "Search the output").value = ""
-    draw_all(view, state)
-    assert title.value == "output"
-    assert "na-optional" in classes(title)
+    assert shown() == ("a loss\nb", "output", True)
 
 
 # ---- the lines, without widgets
@@ -145,21 +126,6 @@ def send_all(window):
     while (block := window.next_block()) is not None:
         sent[block.number] = str(window.render(block))
     return sent
-
-
-def test_a_page_is_sent_only_what_it_lacks():
-    window = LogWindow([0])
-    state = after(running(1), output(0, "".join(f"line {n}\n" for n in range(150))))
-    window.read(state)
-    first = send_all(window)
-    assert list(first) == [1, 0]
-    assert "line 99" in first[0]
-    window.read(state)
-    assert send_all(window) == {}
-    window.read(after(state, output(0, "one more\n")))
-    second = send_all(window)
-    assert list(second) == [1]
-    assert "one more" in second[1]
 
 
 def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later():

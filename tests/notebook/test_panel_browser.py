@@ -58,21 +58,6 @@ NOTE_HEIGHTS = """(number) => {
     if (output && / (succeeded|stopped) /.test(output.innerText)) clearInterval(window.noting);
     else window.heights.push(output ? Math.round(output.getBoundingClientRect().height) : 0);
   }, 50) }"""
-# What it shows comes bit by bit, as in most trainings.
-COMES = """
-def comes():
-    import time
-    from tqdm import tqdm
-    from notebook_accel import Accelerator
-    accelerator = Accelerator()
-    time.sleep(0.8)
-    print("the data is read", flush=True)
-    for _ in tqdm(range(2), desc="epoch"):
-        for step in tqdm(range(30), desc="batch", leave=False):
-            time.sleep(0.05)
-            if step > 10:
-                accelerator.log({"loss": 1 / step, "rate": 3e-4}, step)
-"""
 SWEEP = """
 from notebook_accel import runs, sweep
 space = {"lr": [0.3, 0.1, 0.2]}
@@ -188,19 +173,6 @@ def zoom_by_two_clicks(output):
 def heights_of_run(notebook):
     """The heights that the output of the run had, one after the other."""
     return [height for height, _ in groupby(notebook.page.evaluate("() => window.heights"))]
-
-
-def test_the_output_grows_twice_and_nothing_shrinks_it_while_the_run_goes_on(notebook):
-    """The first launch of a kernel says that it starts; then there is the panel, for good."""
-    notebook.add(COMES)
-    number = notebook.insert("run = notebook_launcher(comes, num_processes=2)")
-    notebook.page.evaluate(NOTE_HEIGHTS, number)
-    notebook.run(number)
-    notebook.output(number).get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
-    heights = heights_of_run(notebook)
-    assert heights == sorted(heights), heights
-    assert len(heights) <= 3, f"{heights}: nothing, a line, the panel"
-    assert heights[-1] > 300, "it was seen"
 
 
 def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_chart(notebook):

@@ -296,23 +296,6 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads():
     assert (label[:8], label[-7:], len(label)) == ("longlong", "n…/ (1)", 45)
 
 
-@pytest.mark.parametrize("num_runs", [1, 3, 10, 100])
-def test_six_charts_of_runs_that_train_are_small_and_escaped(num_runs):
-    labels = [f"<b> ({'a long name, ' * 4}lr=0.{number})"[-60:] for number in range(num_runs)]
-    labels[0] = f"<b>{labels[0][3:]}"
-    curves = {
-        label: [(7.0 * x, math.sin(x) + number) for x in range(500)]
-        for number, label in enumerate(labels)
-    }
-    colours = dict(zip(labels, COLOURS, strict=False)) if num_runs in range(2, 11) else None
-    drawn = chart(curves, alt="loss", colours=colours, num_charts=6, is_live=True)
-    assert 6 * message_bytes(drawn) < 20_000
-    assert {"b", "script"}.isdisjoint(Tags(drawn).tags)
-    # Pale ones are a single path.
-    assert Tags(drawn).tags.count("path") == (num_runs if num_runs < 11 else 2)
-    assert len(re.findall("data-said='[^']", drawn)) >= 8
-
-
 NAMES = ("train/loss", "eval/loss", "eval/accuracy", "learning_rate", "grad_norm", "throughput")
 
 

@@ -1,4 +1,3 @@
-import math
 import re
 from dataclasses import replace
 
@@ -201,19 +200,6 @@ def test_what_the_error_does_not_show_of_another_rank_stays_in_its_output():
         assert "in rank 1" not in shown
 
 
-def test_a_traceback_stands_with_the_error_and_not_in_the_output_too():
-    text = "Traceback (most recent call last):\n  Cell In[3], line 7\nValueError: bad\n"
-    raised = wire.Raised(
-        rank=0, kind="exception", type_name="ValueError", text="bad", traceback=text
-    )
-    state = after(running(1), wire.Output(rank=0, text=f"before\n{text}"), raised)
-    failure = Failure(message=f"rank 0 failed: ValueError: bad\n\n{text}")
-    state = replace(state, failure=failure, status="failed")
-    page = Tags(html_of(render_snapshot(state)))
-    assert page.text.count("Cell In[3], line 7") == 1
-    assert "before" in page.text
-
-
 def test_a_traceback_whose_frames_of_libraries_are_folded_is_shown_once():
     library = '  File "/x/site-packages/lib/a.py", line 1, in f\n    f()\n'
     text = (
@@ -318,17 +304,3 @@ def test_no_name_and_no_number_of_them_breaks_the_limits():
         for text in (html_of(snapshot), snapshot["text/plain"]):
             assert not re.search("[\x00\x1b\x9b\u202e]", text)
         assert "\nFAKE" not in snapshot["text/plain"]
-
-
-def test_metrics_that_are_not_finite_keep_their_chart_and_say_so():
-    curves = {name: Curve() for name in ("loss", "bad", "some")}
-    for step in range(100):
-        value = math.exp(-step / 30)
-        curves["loss"].add(step, math.nan if step > 40 else value)
-        curves["bad"].add(step, math.nan)
-        curves["some"].add(step, math.inf if step in (3, 50) else value)
-    page = Tags(html_of(render_snapshot(running(1), curves)))
-    assert page.tags.count("img") == 6
-    assert "not finite since step 41" in page.text
-    assert "not finite since step 0" in page.text
-    assert "2 values are not finite" in page.text
