@@ -1,7 +1,5 @@
 """What a notebook's cells import, its ranks have without importing it again."""
 
-from collections import Counter
-
 import psutil
 import pytest
 
@@ -126,35 +124,6 @@ def test_an_import_for_its_effect_that_fails_in_ranks_ends_no_call(notebook, tmp
     notebook.run("run = notebook_launcher(lambda: 3, (), 2, view='none')\nprint(list(run))")
     said = "`from effect_lib import *`, as the notebook has it, failed in the ranks: ImportError"
     assert said in notebook.run("print(run.state.notices)")
-
-
-def test_many_imports_two_kernels_and_a_python_without_shared_memory(tmp_path):
-    names = [f"of_many_{number}" for number in range(200)]
-    for name in names:
-        library(tmp_path, name)
-    code = f"""
-import sys
-sys.modules["_posixshmem"] = None  # as where Python was built without it
-sys.path.append({str(tmp_path / "site-packages")!r})
-from notebook_accel import notebook_launcher
-def function(names):
-    import sys
-    return sum(name in sys.modules for name in names)
-"""
-    with open_notebook() as notebook, open_notebook() as other:
-        both = notebook, other
-        for each in both:
-            each.run(code)
-        cell = "\n".join(f"import {name}" for name in names)
-        started = [each.start(cell) for each in both]
-        for each, message in zip(both, started, strict=True):
-            assert each.finish(message, timeout=SLOW).status == "ok"
-        run = f"print(list(notebook_launcher(function, ({names!r},), 2, view='none')))"
-        started = [each.start(run) for each in both]
-        for each, message in zip(both, started, strict=True):
-            assert each.finish(message, timeout=SLOW).text.strip() == "[200, 200]"
-    counts = Counter((tmp_path / "log").read_text().split())
-    assert {*counts.values()} == {4}, "two kernels and their templates, once each"
 
 
 def test_the_environment_turns_it_off(tmp_path):

@@ -66,7 +66,6 @@ def test_a_notebook_of_the_docs_job_trains_on_both_nodes(tmp_path, monkeypatch):
         up = re.compile(r"ssh -L (\d+):127\.0\.0\.1:\1 .*(http://127\.0\.0\.1:\1/)lab", re.DOTALL)
         eventually(lambda: up.match(log.read_text()), within=SLOW, what="JupyterLab is up")
         found = up.match(log.read_text())
-        assert found is not None
         assert trained(f"{found[2]}api/kernels?token=token", tmp_path) == (
             "results: [('localhost', 2), ('other', 2)] ['[rank 0] rank 0', '[rank 1] rank 1', '']"
         )
@@ -81,7 +80,7 @@ def test_a_notebook_of_the_docs_job_trains_on_both_nodes(tmp_path, monkeypatch):
 
 def trained(kernels, folder):
     """What the cell prints in a new kernel of the server."""
-    made: list[str] = []
+    made = []
 
     def make():
         # It says that it is there a moment before it listens.
@@ -96,7 +95,7 @@ def trained(kernels, folder):
     client.load_connection_file()
     client.start_channels(hb=False)  # on a busy machine a kernel that starts seems dead
     client.wait_for_ready(timeout=SLOW)
-    said: list[str] = []
+    said = []
     reply = client.execute_interactive(
         CELL, timeout=SLOW, output_hook=lambda m: said.append(m["content"].get("text", ""))
     )

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import uuid
-from typing import Any
 
 import pexpect
 import pytest
@@ -24,7 +23,7 @@ class Terminal:
 
     def __init__(self, mark, runs):
         environment = {**os.environ, MARK: mark, "NOTEBOOK_ACCEL_RUNS": str(runs)}
-        self.child: Any = pexpect.spawn(
+        self.child = pexpect.spawn(
             sys.executable,
             ["-m", "IPython", *OPTIONS],
             env=environment,

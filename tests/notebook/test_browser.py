@@ -392,8 +392,6 @@ def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(n
     expect(gone).to_have_text(re.compile(said))
     # Which run that was stands above it, in a line of its own.
     name, text = output.locator(".na-title b").bounding_box(), gone.bounding_box()
-    assert name is not None
-    assert text is not None
     assert name["width"] >= 30
     assert name["y"] + name["height"] <= text["y"]
     for what in (".jupyter-button", "select", ".na-dot", ".na-status", "td.na-c-state"):

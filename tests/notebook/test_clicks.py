@@ -1,7 +1,6 @@
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ class Messages:
     """A queue of messages, as tornado's."""
 
     def __init__(self):
-        self.items: list[Any] = []
+        self.items = []
 
     def qsize(self):
         return len(self.items)
@@ -60,8 +59,8 @@ class OldKernel:
         self.msg_queue = Messages()
         self.shell_stream = SimpleNamespace(flush=lambda: None)
         self.session = Session()
-        self.handled: list[str] = []
-        self.states: list[str] = []
+        self.handled = []
+        self.states = []
         self.shell_handlers = {
             "comm_msg": self.handle,
             "comm_close": self.handle,
@@ -117,7 +116,7 @@ def test_colabs_kernel_is_known_by_its_shell(monkeypatch):
     monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
     assert type(clicks_for(OldKernel())) is ClicksByPump
     shell = type("Shell", (), {"__module__": "google.colab._shell"})()
-    kernel: Any = OldKernel()
+    kernel = OldKernel()
     kernel.shell = shell
     assert type(clicks_for(kernel)) is ClicksInColab
 

@@ -132,8 +132,8 @@ class Page(HTMLParser):
     def __init__(self):
         super().__init__()
         self.prices = 0
-        self.typeset: list[str] = []
-        self._open: list[bool] = []
+        self.typeset = []
+        self._open = []
 
     def handle_starttag(self, tag, attrs):
         if tag not in {"br", "img", "meta", "link", "col", "input", "hr"}:

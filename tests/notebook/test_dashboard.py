@@ -1,14 +1,11 @@
 """The live view of a run without a kernel: where its panel goes, and what its end leaves."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import deque
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import ipywidgets
 import pytest
@@ -33,9 +30,9 @@ class Page:
     """What a page shows: the content of each slot, and where slots were placed."""
 
     def __init__(self, monkeypatch):
-        self.placed: list[str] = []
+        self.placed = []
         self.num_messages = 0
-        self.shown: dict[str, dict[str, Any]] = {}
+        self.shown = {}
         monkeypatch.setattr(display_slot, "display", self.display)
         monkeypatch.setattr(display_slot, "update_display", self.update)
 
@@ -55,7 +52,7 @@ class Page:
         return bundle
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def page(monkeypatch):
     """A page; runs that a test leaves open on it are ended."""
     monkeypatch.setattr(views, "_AGAIN_SECONDS", 0.0)
@@ -67,14 +64,14 @@ def page(monkeypatch):
         shown.await_last_message()
 
 
-_shown: list[Shown] = []
+_shown = []
 
 
 class Shown:
     """A run without processes, whose state the test sets, and its view."""
 
     def __init__(self, slot=None, *, waits=True, clicks=ClicksAfterTheCell, **more):
-        self.run: Any = SimpleNamespace(
+        self.run = SimpleNamespace(
             id="calm-otter",
             state=running(2),
             config=SimpleNamespace(grace=10.0),
@@ -166,9 +163,8 @@ def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page):
         (ClicksBySubshell, "", "as well."),
     ],
 )
-def test_the_panel_says_where_clicks_wait(page, clicks, on_panel, on_stop):
+def test_the_panel_says_where_clicks_wait(clicks, on_panel, on_stop):
     shown = Shown(clicks=clicks)
-    assert page.placed
     html = "".join(str(getattr(widget, "value", "")) for widget in shown.panel.box.children)
     assert (on_panel in html, "'na na-muted na-advice'" in html) == (True, bool(on_panel))
     assert shown.field("Stop").tooltip.endswith(on_stop)
@@ -181,8 +177,8 @@ def inputs(widget):
 
 def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(page, monkeypatch):
     """On ipykernel 7.4 an earlier click waits for the cell, and the cell maybe for the click."""
-    let_through: list[Any] = []
-    found: list[tuple[list[Any], list[Any]]] = []
+    let_through = []
+    found = []
 
     class Clicks(ClicksAfterTheCell):
         def let_through(self, widget):
@@ -206,10 +202,9 @@ def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(page, mon
         assert widget.tooltip
 
 
-def test_stop_is_asked_for_once_however_often_it_is_clicked(page):
-    stopped: list[bool] = []
+def test_stop_is_asked_for_once_however_often_it_is_clicked():
+    stopped = []
     button = Shown(stop=lambda: stopped.append(True)).field("Stop")
-    assert page.placed
     for words in ("Interrupt", "last_run().rescued", "should_stop"):
         assert words in button.tooltip
     button.click()
@@ -217,12 +212,11 @@ def test_stop_is_asked_for_once_however_often_it_is_clicked(page):
     assert stopped == [True]
 
 
-def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(page, monkeypatch):
+def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    stopped: list[float] = []
+    stopped = []
     shown = Shown(stop=lambda: stopped.append(clock.now))
-    assert page.placed
     button = shown.field("Stop")
     button.click()
     shown.run.state = replace(shown.run.state, status="stopping")
@@ -239,27 +233,25 @@ def test_stop_can_be_clicked_again_once_the_panel_says_what_that_does(page, monk
     assert stopped == [1000.0, 1002.0]
 
 
-def test_a_double_click_does_not_kill(page, monkeypatch):
+def test_a_double_click_does_not_kill(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    killed: list[float] = []
+    killed = []
     kill = Shown(kill=lambda: killed.append(clock.now)).field("Kill")
-    assert page.placed
     for clock.now in (1000.0, 1000.3, 1004.5, 1004.8, 1005.0, 1006.5):
         kill.click()
     assert killed == [1006.5]
 
 
-def test_where_no_rank_tells_its_stack_the_panel_says_why(page):
+def test_where_no_rank_tells_its_stack_the_panel_says_why():
     text = "the run has ended, or its keeper gave no answer\n"
     shown = Shown(stacks=lambda: text)
-    assert page.placed
     shown.field("Stacks").click()
     eventually(lambda: text.strip() in shown.part("na-note").value, within=10, what="it is said")
     assert "ranks 0-1" in shown.part("na-note").value
 
 
-def test_what_cannot_be_drawn_stops_no_panel(page, monkeypatch):
+def test_what_cannot_be_drawn_stops_no_panel(monkeypatch):
     def logs(rank, max_bytes=None):
         raise FileNotFoundError("run calm-otter was deleted from disk")
 
@@ -269,7 +261,6 @@ def test_what_cannot_be_drawn_stops_no_panel(page, monkeypatch):
 
     drawn = threading.Event()
     shown = Shown(logs=logs)
-    assert page.placed
     with monkeypatch.context() as context:
         context.setattr(panel, "render_panel", fail)
         for _ in range(2):
@@ -285,16 +276,15 @@ def await_link(shown, *texts):
     eventually(lambda: all(text in link.value for text in texts), within=10, what=f"link: {texts}")
 
 
-def test_of_a_large_log_a_link_saves_the_end(page, monkeypatch):
+def test_of_a_large_log_a_link_saves_the_end(monkeypatch):
     monkeypatch.setattr(live_panel, "_MAX_LINK_BYTES", 3_000)
-    asked: list[tuple[int | None, int]] = []
+    asked = []
 
     def last(rank, max_bytes):
         asked.append((rank, max_bytes))
         return "the end\n" * 250
 
     shown = Shown(logs=last)
-    assert page.placed
     grown = [replace(rank, log_end=5_000) for rank in shown.run.state.ranks]
     shown.run.state = replace(shown.run.state, ranks=tuple(grown))
     shown.field("Save").click()
@@ -339,12 +329,11 @@ def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page):
     assert len(page.shown) == before + 1
 
 
-def test_what_is_displayed_in_a_loop_does_not_flood_the_page(page, monkeypatch):
+def test_what_is_displayed_in_a_loop_does_not_flood_the_page(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
     shown = Shown()
-    assert page.placed
-    sent: list[float] = []
+    sent = []
     displays_of(shown).observe(lambda _: sent.append(clock.now), names="value")
     state = shown.run.state
     for clock.now, html in (
@@ -364,17 +353,16 @@ def test_what_is_displayed_in_a_loop_does_not_flood_the_page(page, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", ["_MAX_ENDED", "_MAX_ENDED_SIZE"])
-def test_widgets_of_older_runs_are_closed(page, monkeypatch, limit):
+def test_widgets_of_older_runs_are_closed(monkeypatch, limit):
     monkeypatch.setattr(live_panel, limit, 1)
     monkeypatch.setattr(live_panel, "_ended", deque())
-    left: list[int] = []
+    left = []
     for _ in range(3):
         shown = Shown()
         shown.end()
         shown.await_last_message()
         left.append(len(live_widgets()))
     assert left[1] == left[2] == left[0]
-    assert page.placed
 
 
 def test_what_a_page_chooses_at_the_news_of_more_options_stays_chosen():
@@ -394,7 +382,7 @@ def test_what_a_page_chooses_at_the_news_of_more_options_stays_chosen():
 
 def test_a_clone_form_opens_again_only_where_nothing_else_was_done_with_it():
     goes_on, widgets = threading.Semaphore(0), PanelWidgets()
-    said: list[str] = []
+    said = []
 
     def clone(*_, **__):
         goes_on.acquire()
@@ -402,7 +390,7 @@ def test_a_clone_form_opens_again_only_where_nothing_else_was_done_with_it():
 
     def train(lr): ...
 
-    run: Any = SimpleNamespace(state=running(2))
+    run = SimpleNamespace(state=running(2))
     form = CloneForm(widgets, lambda: Cloneable(run, partial(train, 0.1), clone), said.append)
     refused = lambda: said[-1:] == ["Clone: no step came"]  # noqa: E731
     form.button.click()

@@ -1,6 +1,5 @@
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords():
 
 
 def test_an_argument_that_nobody_knows_is_refused_in_a_line():
-    launch: Any = notebook_launcher
+    launch = notebook_launcher
     with pytest.raises(ConfigError, match=r"'num_proceses'; did you mean num_processes\?"):
         launch(train, num_proceses=2)
     with pytest.raises(ConfigError, match=r"notebook_launcher\(\): missing a required argument"):
@@ -77,7 +76,7 @@ def test_bad_input_says_what_was_given_and_what_to_do(arguments, words):
 
 
 def test_what_a_call_says_wins_also_where_it_is_the_default(monkeypatch):
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(launcher, "launch", lambda request: seen.append(request.config))
     config = LaunchConfig(debug=True, grace=3.0, engine="inline", num_processes=1)
     notebook_launcher(train, config=config)
@@ -90,7 +89,7 @@ def test_what_a_call_says_wins_also_where_it_is_the_default(monkeypatch):
 
 
 def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch):
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(launcher, "launch", seen.append)
     notebook_launcher(train, mixed_precision="FP16", use_port="29500")
     # Defaults that are spelled out are no wish for what is absent.

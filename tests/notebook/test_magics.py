@@ -1,6 +1,5 @@
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -16,7 +15,7 @@ def shell():
     """A shell that has the magic, the one that ``get_ipython`` gives."""
     main = sys.modules["__main__"]
     config = Config(HistoryManager={"enabled": False})
-    made: Any = InteractiveShell.instance(colors="nocolor", config=config)
+    made = InteractiveShell.instance(colors="nocolor", config=config)
     patch = pytest.MonkeyPatch()
     patch.setattr(magics, "prepare", lambda _shell: None)
     magics.load_ipython_extension(made)
@@ -89,7 +88,7 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(monkeypatch):
     running = SimpleNamespace(config=has, world_size=2, lost_with_device=())
     monkeypatch.setattr(session, "_session", running)
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
-    shell: Any = None
+    shell = None
     for fits in ({"num_processes": None}, {"num_processes": 2, "grace": 3}, {"devices": [0, 1]}):
         assert session.session_for(shell, fits) is running
     for given, held in (
@@ -116,7 +115,7 @@ def test_a_quoted_option_is_what_stands_between_the_quotes(shell, capsys):
 
 
 def test_names_are_written_as_python_writes_them(shell, monkeypatch):
-    asked: list[tuple[str, ...]] = []
+    asked = []
     running = SimpleNamespace(push=asked.append, pull=lambda names, rank: asked.append(names))
     monkeypatch.setattr(session, "current_session", lambda: running)
     # A micro sign, which Python keeps as the Greek letter.

@@ -7,7 +7,6 @@ from dataclasses import replace
 from html import unescape
 from math import inf
 from types import SimpleNamespace
-from typing import Any
 
 import ipywidgets
 import pytest
@@ -16,13 +15,12 @@ import yaml
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path, settings_of
 from notebook_accel.config.plugins import PLUGINS
-from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.preflight import Machine
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
-from notebook_accel.notebook.picker import as_code, as_yaml, devices_line
+from notebook_accel.notebook.picker import as_yaml, devices_line
 from notebook_accel.system.interrupts import Latch
 from notebook_accel.wire import Devices
 from tests.notebook.widgets import classes, field, inside
@@ -43,6 +41,7 @@ FULL = LaunchConfig(
     fsdp={"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": False, "min_num_params": 100},
     parallelism={"dp_shard_size": 2},
 )
+INFINITE = LaunchConfig(grace=inf, deepspeed={"zero_stage": 2, "gradient_clipping": inf})
 LABELS = {name: one.label for name, one in settings_of(LaunchConfig).items()}
 
 
@@ -104,12 +103,12 @@ def inputs_in(box):
     return [one for one in inside(box) if hasattr(one, "description") and one.description]
 
 
-@pytest.mark.parametrize("config", [LaunchConfig(), FULL])
+@pytest.mark.parametrize("config", [LaunchConfig(), FULL, INFINITE])
 def test_a_form_gives_back_what_it_was_filled_with(config, tmp_path):
     form = Form(config)
     assert form.picker.config == config
     code, text = form.texts
-    scope: dict[str, Any] = {}
+    scope = {}
     exec(code.rpartition("\n")[0], scope)
     assert scope["config"] == config
     assert LaunchConfig(**(yaml.safe_load(text) or {})) == config
@@ -121,14 +120,6 @@ def test_a_form_gives_back_what_it_was_filled_with(config, tmp_path):
     other.field("File").value = path
     other.load.click()
     assert other.picker.config == config
-
-
-def test_the_code_and_the_yaml_of_an_infinite_number_mean_it():
-    config = LaunchConfig(grace=inf, deepspeed={"zero_stage": 2, "gradient_clipping": inf})
-    scope: dict[str, Any] = {}
-    exec(as_code(config, None, "").rpartition("\n")[0], scope)
-    assert scope["config"] == config
-    assert LaunchConfig(**yaml.safe_load(as_yaml(config))) == config
 
 
 # What a person types that makes no sense, field by field.
@@ -176,12 +167,8 @@ def test_variables_that_are_no_yaml_are_told_how_the_form_has_them(typed):
 
 
 def test_variables_stand_in_the_form_as_they_were_given():
-    form = Form(
-        LaunchConfig(env={"B": "\N{LATIN SMALL LETTER E WITH ACUTE}", "A": "word " * 30 + "1"})
-    )
-    assert (
-        form.field("env").value == f"B: \N{LATIN SMALL LETTER E WITH ACUTE}\nA: {'word ' * 30}1\n"
-    )
+    form = Form(LaunchConfig(env={"B": "\xe9", "A": "word " * 30 + "1"}))
+    assert form.field("env").value == f"B: \xe9\nA: {'word ' * 30}1\n"
 
 
 def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(monkeypatch):
@@ -253,12 +240,12 @@ class Notebook:
 
     def __init__(self, monkeypatch):
         self.kernel = object()
-        self.user_ns: dict[str, Any] = {}
-        self.after_cell: list[Any] = []
+        self.user_ns = {}
+        self.after_cell = []
         self.events = SimpleNamespace(register=lambda _, call: self.after_cell.append(call))
-        self.launched: list[Any] = []
-        self.given: dict[str, Any] = {}
-        self.displayed: list[Any] = []
+        self.launched = []
+        self.given = {}
+        self.displayed = []
         monkeypatch.setattr(picker_module, "get_ipython", lambda: self)
         monkeypatch.setattr(picker_module, "launch_below", self.launch)
         monkeypatch.setattr(display_slot, "display", lambda data, **_: self.displayed.append(data))
@@ -287,7 +274,7 @@ class Notebook:
         self.launched.append((function, args, kwargs))
         self.given = given
         state = SimpleNamespace(name="train", detached=False, hang=None)
-        call: Any = SimpleNamespace(
+        call = SimpleNamespace(
             folder=SimpleNamespace(id="calm-otter"),
             config=None,
             state=state,
@@ -372,7 +359,7 @@ def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
     notebook = Notebook(monkeypatch)
     notebook.define("train")
-    given: list[LaunchRequest] = []
+    given = []
 
     def launch(request):
         given.append(request)
@@ -446,7 +433,7 @@ def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(monkeypatch, 
 
 
 def test_devices_are_listed_with_their_memory_and_names_are_escaped():
-    host: dict[str, Any] = {"num_cores": 8, "memory": 64 * 2**30, "free_memory": 2**30}
+    host = {"num_cores": 8, "memory": 64 * 2**30, "free_memory": 2**30}
     found = Devices(kind="cuda", names=("<i>H200</i>",), memory=(139 * 2**30,))
     text = devices_line(Machine(found=found, **host))
     assert "&lt;i&gt;H200" in text

@@ -94,7 +94,7 @@ def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(monke
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
     displays, state = RankDisplays(), running(1)
-    seen: list[str] = []
+    seen = []
     for clock.now, html in ((9.0, "1"), (9.1, "2"), (9.5, "3"), (10.2, "4"), (10.3, "5")):
         plot = {"text/html": html}
         state = after(state, wire.Displayed(rank=0, data=plot, display_id="x", replaces=html > "1"))
@@ -111,7 +111,7 @@ def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(monkey
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
     displays, state = RankDisplays(), running(2)
-    seen: list[list[str]] = []
+    seen = []
     for clock.now, texts in enumerate((["a", "b"], ["c"], ["d", "e", "f"], [], ["g"]), start=10):
         clears = clock.now > 10
         if not texts:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -92,7 +91,7 @@ def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them():
 
     with pytest.raises(WorkerError, match="number 0") as caught:
         on_cpu(fails, {"number": range(50)}, concurrent=1, max_failures=2)
-    found = caught.value.sweep  # type: ignore[attr-defined]
+    found = caught.value.sweep
     assert len(found) == 2
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -126,13 +125,8 @@ def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_wh
 def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place():
     optuna = pytest.importorskip("optuna")
     folder, asked = SweepFolder(), dict.fromkeys(("num_trials", "sampler"))
-    how: dict[str, Any] = {
-        "space": [{"lr": 1.0}, {"lr": 2.0}],
-        "metric": "loss",
-        "mode": "min",
-        **asked,
-    }
-    how["pruner"] = optuna.pruners.NopPruner()
+    pruner = optuna.pruners.NopPruner()
+    how = dict(space=[{"lr": 1.0}, {"lr": 2.0}], metric="loss", mode="min", pruner=pruner, **asked)
     arguments, later = Arguments(how, folder), Arguments(how, folder)
     began = [arguments.ask()[0]]
     clones = [TrialChoice({"lr": lr}, {}, "origin") for lr in (3.0, 4.0)]
@@ -179,7 +173,7 @@ def test_bad_input_starts_nothing():
 def test_a_metric_that_no_trial_logs_is_told_with_those_that_they_log():
     with pytest.raises(ConfigError, match="no trial has logged 'los'; they logged loss") as caught:
         on_cpu(train, {"lr": [0.1] * 20}, metric="los", concurrent=1, max_failures=2)
-    assert len(caught.value.sweep) == 2, "the other trials would log it neither"  # type: ignore[attr-defined]
+    assert len(caught.value.sweep) == 2, "the other trials would log it neither"
 
 
 def test_while_trials_go_on_the_best_so_far_is_named(tmp_path):
@@ -189,7 +183,7 @@ def test_while_trials_go_on_the_best_so_far_is_named(tmp_path):
             time.sleep(0.01)
 
     end = tmp_path / "end"
-    how: dict[str, Any] = {"metric": "loss", "concurrent": 2, "block": False}
+    how = {"metric": "loss", "concurrent": 2, "block": False}
     found = on_cpu(trains, {"lr": [1.0, 0.1]}, kwargs={"end": str(end)}, **how)
     best = "1 of 2 trials ended, 1 running, best loss 0.1 (trial 1)"
     eventually(lambda: best in repr(found), within=SOON, what="it goes by what runs, too")
@@ -389,7 +383,7 @@ def seen(number, values, **arguments):
     state = SimpleNamespace(
         started=0.0, now=lambda: 90.0, ended=None, has_ended=False, failure=None
     )
-    run: Any = SimpleNamespace(state=state, status="running")
+    run = SimpleNamespace(state=state, status="running")
     trial = Seen(number=number, chosen=TrialChoice(arguments, {}), run=run, asked=None, mode="min")
     for step, value in enumerate(values):
         trial.newest = value
@@ -471,113 +465,85 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path):
         assert notebook.run(f"print(len(runs()) - before, {ended})") == "1 True\n"
 
 
-@pytest.mark.parametrize(
-    "pruner", [pytest.param("None", marks=pytest.mark.long), "optuna.pruners.NopPruner()"]
+SLOW_START = (
+    "slow = 'import time; time.sleep(5); from notebook_accel'\n"
+    "detached._BOOT = detached._BOOT.replace('from notebook_accel', slow)\n"
+    "detached.Channel = type('Dying', (detached.Channel,), {'receive': die})"
 )
-def test_a_detached_sweep_goes_on_in_another_kernel_and_runs_no_trial_twice(pruner, tmp_path):
-    began, killed = tmp_path / "began", tmp_path / "killed"
-    began.touch()
-    with open_notebook() as notebook:
-        notebook.run(
-            f"""
-            import optuna, os, time
-            from notebook_accel import Accelerator, sweep
-
-            def train(lr):
-                with open({str(began)!r}, "a") as file:
-                    print(lr, file=file)
-                accelerator = Accelerator(cpu=True)
-                for step in range(20):
-                    accelerator.log({{"loss": lr / (step + 1)}}, step=step)
-                while lr == 2 and not os.path.exists({str(killed)!r}):
-                    time.sleep(0.05)
-                return lr
-            s = sweep(
-                train, {{"lr": [3, 2, 1]}}, metric="loss", pruner={pruner}, concurrent=1,
-                detach=True, block=False, devices="cpu",
-            )
-            """
-        )
-        name = notebook.run("print(s.id)").strip()
-        eventually(lambda: began.read_text().count("\n") == 2, within=SOON, what="two began")
-        with open_notebook() as other:
-            refused = other.fails(f"from notebook_accel import attach; attach({name!r})")
-            assert "goes on in the kernel that has it" in refused
-            os.kill(notebook.pid, signal.SIGKILL)
-            notebook.manager.provisioner.process.wait(SOON)
-            killed.touch()
-            shown = other.run(
-                f"""
-                from notebook_accel import attach
-                s = attach({name!r}).wait()
-                states = [trial.state.name for trial in s.study.trials] if s.study else []
-                # One that was asked for just as the kernel was killed has failed for the study.
-                print([run[0] for run in s], s.best[0], [n for n in states if n != "FAIL"])
-                """
-            )
-            states = [] if pruner == "None" else ["COMPLETE"] * 3
-            assert shown.endswith(f"[3, 2, 1] 1 {states}\n")
-            assert began.read_text().split() == ["3", "2", "1"]
-            again = f"s = attach({name!r}).wait(); print(len(s), s.best[0])"
-            assert other.run(again).endswith("3 1\n"), "an ended one, too"
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "dying",
+    ("dying", "pruner"),
     [
-        pytest.param("detached.wire.Detach = die", id="its process has no call yet"),
+        pytest.param("", "optuna.pruners.NopPruner()", id="in a trial"),
+        pytest.param("", "None", id="in a trial, without a study", marks=pytest.mark.long),
+        pytest.param("detached.wire.Detach = die", "None", id="its process has no call yet"),
+        pytest.param(SLOW_START, "None", id="its ranks have not begun", marks=pytest.mark.long),
         pytest.param(
-            "slow = 'import time; time.sleep(5); from notebook_accel'\n"
-            "detached._BOOT = detached._BOOT.replace('from notebook_accel', slow)\n"
-            "detached.Channel = type('Dying', (detached.Channel,), {'receive': die})",
-            id="its ranks have not begun",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "detached.AttachedCall = die", id="its ranks have begun", marks=pytest.mark.long
+            "detached.AttachedCall = die", "None", id="its ranks have begun", marks=pytest.mark.long
         ),
     ],
 )
-def test_a_kernel_that_is_killed_in_a_launch_loses_and_repeats_no_trial(dying, tmp_path):
+def test_a_detached_sweep_whose_kernel_is_killed_loses_and_repeats_no_trial(
+    dying, pruner, tmp_path
+):
     began = tmp_path / "began"
-    with open_notebook() as notebook:
-        name = notebook.run(
+    began.touch()
+    with open_notebook() as notebook, open_notebook() as other:
+        notebook.run(
             f"""
-            import os, signal, time
-            from notebook_accel import sweep
+            import optuna, os, pathlib, signal, time
+            from notebook_accel import Accelerator, sweep
             from notebook_accel.launch import detached
+            folder = pathlib.Path({str(tmp_path)!r})
 
             def die(*args, **kwargs):
                 os.kill(os.getpid(), signal.SIGKILL)
 
             def train(lr):
-                with open({str(began)!r}, "a") as file:
+                with (folder / "began").open("a") as file:
                     print(lr, file=file)
-                time.sleep(1)
+                accelerator = Accelerator(cpu=True)
+                for step in range(20):
+                    accelerator.log({{"loss": lr / (step + 1)}}, step=step)
+                while lr > 1 and not (folder / f"end of {{lr}}").exists():
+                    time.sleep(0.05)
                 return lr
 
             s = sweep(
-                train, {{"lr": [2, 1]}}, concurrent=1, detach=True, block=False,
-                devices="cpu", view="none",
+                train, {{"lr": [3, 2, 1]}}, metric="loss", pruner={pruner}, concurrent=1,
+                detach=True, block=False, devices="cpu", view="none",
             )
             while len(s) < 1:
                 time.sleep(0.01)
-            print(s.id)
             {textwrap.indent(dying, " " * 12).lstrip()}
             """
-        ).strip()
+        )
+        name = notebook.run("print(s.id)").strip()
+        (tmp_path / "end of 3").touch()
+        if not dying:
+            eventually(lambda: began.read_text().count("\n") == 2, within=SOON, what="two began")
+            refused = other.fails(f"from notebook_accel import attach; attach({name!r})")
+            assert "goes on in the kernel that has it" in refused
+            os.kill(notebook.pid, signal.SIGKILL)
         notebook.manager.provisioner.process.wait(SOON)
-        with open_notebook() as other:
-            shown = other.run(
-                f"""
-                from notebook_accel import attach
-                s = attach({name!r}).wait()
-                print([run[0] for run in s])
-                """
-            )
-            assert shown.endswith("[2, 1]\n")
-            notebook.expect(0, but=0, within=SOON)  # of what it has launched none comes later
-            assert began.read_text().split() == ["2", "1"]
+        (tmp_path / "end of 2").touch()
+        shown = other.run(
+            f"""
+            from notebook_accel import attach
+            s = attach({name!r}).wait()
+            states = [trial.state.name for trial in s.study.trials] if s.study else []
+            # One that was asked for just as the kernel was killed has failed for the study.
+            print([run[0] for run in s], s.best[0], [n for n in states if n != "FAIL"])
+            """
+        )
+        states = [] if pruner == "None" else ["COMPLETE"] * 3
+        assert shown.endswith(f"[3, 2, 1] 1 {states}\n")
+        notebook.expect(0, but=0, within=SOON)  # of what it has launched none comes later
+        assert began.read_text().split() == ["3", "2", "1"]
+        again = f"s = attach({name!r}).wait(); print(len(s), s.best[0])"
+        assert other.run(again).endswith("3 1\n"), "an ended one, too"
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -314,8 +313,8 @@ def live_run(number, names=NAMES):
 def test_a_comparison_of_ten_runs_that_train_is_small_with_its_table():
     runs = called([(f"train ({run.id})", run) for run in map(live_run, range(10))])
     charts = Charts(runs, of="these runs", table=RunTable([], [*runs.items()]))
-    shown: list[dict[str, str]] = []
-    slot: Any = SimpleNamespace(show=shown.append)
+    shown = []
+    slot = SimpleNamespace(show=shown.append)
     charts._draw(slot, is_live=True)
     assert sum(map(message_bytes, shown[0].values())) < 20_000
     page = Tags(shown[0]["text/html"])

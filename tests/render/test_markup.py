@@ -21,8 +21,8 @@ class Tags(HTMLParser):
 
     def __init__(self, markup):
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
+        self.tags = []
+        self.attributes = []
         self.text = ""
         self.feed(str(markup))
 

@@ -14,7 +14,7 @@ NOW = 1042.0
 
 def bar(rank, number=1, **fields):
     given = {"name": "epoch 1", "n": 50.0, "total": 200.0, "rate": 10.0, **fields}
-    return wire.Bar(rank=rank, bar=number, **given)  # type: ignore[arg-type]
+    return wire.Bar(rank=rank, bar=number, **given)
 
 
 def test_a_row_says_how_far_its_rank_is():
