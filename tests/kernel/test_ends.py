@@ -77,22 +77,6 @@ print(child)
 """
 
 
-def _kill(notebook):
-    os.kill(notebook.pid, signal.SIGKILL)
-
-
-def _restart(notebook):
-    notebook.manager.restart_kernel(now=False)
-
-
-def _restart_now(notebook):
-    notebook.manager.restart_kernel(now=True)
-
-
-def _shut_down(notebook):
-    notebook.manager.shutdown_kernel(now=False)
-
-
 @pytest.fixture
 def prepared(notebook, tmp_path):
     """A notebook with the functions, whose kernel has forked a child."""
@@ -123,7 +107,12 @@ def _arrived(folder, name):
 
 @pytest.mark.parametrize(
     ("end", "is_busy"),
-    [(_kill, False), (_restart, True), (_restart_now, True), (_shut_down, False)],
+    [
+        pytest.param(lambda notebook: os.kill(notebook.pid, signal.SIGKILL), False, id="killed"),
+        pytest.param(lambda notebook: notebook.manager.restart_kernel(), True, id="restarted"),
+        pytest.param(lambda n: n.manager.restart_kernel(now=True), True, id="restarted at once"),
+        pytest.param(lambda notebook: notebook.manager.shutdown_kernel(), False, id="shut down"),
+    ],
 )
 def test_nothing_outlives_the_kernel(prepared, tmp_path, end, is_busy):
     kernel = prepared.pid
@@ -149,7 +138,7 @@ def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared)
     (template,) = prepared.others(child)
     # It looks for its kernel before that.
     eventually(lambda: _imports_torch(template.pid), within=READY, what="the template imports")
-    _kill(prepared)
+    os.kill(prepared.pid, signal.SIGKILL)
     prepared.expect(0, but=child, within=GONE)
 
 
@@ -169,7 +158,7 @@ def test_an_agent_sees_its_kernel_die_where_the_template_is_dead(prepared, tmp_p
     child = int(prepared.run(_FORK))
     template.kill()
     eventually(lambda: gone([template.pid]), within=READY, what="the template is dead")
-    _kill(prepared)
+    os.kill(prepared.pid, signal.SIGKILL)
     prepared.expect(0, but=child, within=GONE)
 
 

@@ -11,6 +11,7 @@ from playwright.sync_api import expect
 
 from notebook_accel import runs
 from tests.notebook.kernels import INSTALLED, OTHERS
+from tests.notebook.kernels import TRAIN as TRAIN_UNTIL
 from tests.notebook.lab import open_browser, open_lab
 from tests.waiting import eventually
 
@@ -27,25 +28,19 @@ print("ipykernel", ipykernel.__version__)
 # It trains until it is stopped; rank 0 draws a bar for each epoch in one for all, rank 1 none.
 TRAIN = """
 def train():
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    import time
+    from torch.utils.data import DataLoader
     from tqdm.auto import tqdm
     from notebook_accel import Accelerator
     accelerator = Accelerator()
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(TensorDataset(torch.randn(400, 8)), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader = accelerator.prepare(DataLoader(range(400), batch_size=2))
     step, quiet = 0, not accelerator.is_main_process
     for epoch in tqdm(range(1000), desc="epochs", disable=quiet):
-        for (x,) in tqdm(loader, desc="batches", leave=False, disable=quiet):
-            loss = model(x).square().mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in tqdm(loader, desc="batches", leave=False, disable=quiet):
+            time.sleep(0.005)
             step += 1
             if step % 10 == 0:
-                accelerator.log({"loss": loss}, step=step)
+                accelerator.log({"loss": 1 / step}, step=step)
             if step == 20:
                 print(f"rank {accelerator.process_index} speaks <b>loudly</b>")
             if accelerator.should_stop:
@@ -305,27 +300,14 @@ def test_a_run_in_the_background_stops_by_mouse_also_while_another_cell_computes
     other.get_by_text("KeyboardInterrupt").first.wait_for(timeout=30_000)
 
 
-LOG = """
-def log(end):
-    import pathlib, time
-    from notebook_accel import Accelerator
-    accelerator = Accelerator()
-    for step in range(50):
-        accelerator.log({"loss": 1 / (step + 1)}, step=step)
-    print("a line of rank", accelerator.process_index)
-    while not pathlib.Path(end).exists():
-        time.sleep(0.02)
-"""
-
-
 @pytest.mark.long
 def test_a_run_that_ends_while_its_page_is_closed_and_what_is_seen_without_its_kernel(
     notebook, lab, browser, tmp_path
 ):
     end = tmp_path / "end"
-    notebook.add(f"{SETUP}{LOG}")
+    notebook.add(f"{SETUP}{TRAIN_UNTIL}")
     end.touch()
-    launch = f"run = notebook_launcher(log, ({str(end)!r},), num_processes=2, name="
+    launch = f"run = notebook_launcher(train_until, ({str(end)!r}, 50), num_processes=2, name="
     first = notebook.insert(f"{launch}'first')")
     notebook.run(first)
     notebook.output(first).get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
@@ -333,7 +315,7 @@ def test_a_run_that_ends_while_its_page_is_closed_and_what_is_seen_without_its_k
     second = notebook.insert(f"{launch}'second', block=False)")
     notebook.run(second)
     output = notebook.output(second)
-    output.get_by_text("a line of rank 1").wait_for(timeout=60_000)
+    output.get_by_text("done on 1").wait_for(timeout=60_000)
     with notebook.closed():
         copy = nbformat.read(lab.folder / "book.ipynb", as_version=4)
         end.touch()
@@ -364,7 +346,7 @@ BELOW_POINTER = """image => {
 
 
 def check_summary(output, name):
-    """Check what a page shows of a run of ``log`` that has ended."""
+    """Check what a page shows of such a run that has ended."""
     output.get_by_text("✓ succeeded").first.wait_for(timeout=30_000)
     expect(output.get_by_text(name, exact=True)).to_have_count(1)
     expect(output.locator("td").filter(has_text="succeeded")).to_have_count(2)
@@ -373,7 +355,7 @@ def check_summary(output, name):
     output.page.wait_for_function(is_drawn, arg=image.element_handle(), timeout=30_000)
     image.scroll_into_view_if_needed()
     assert re.match(r"step \d+: \d", image.evaluate(BELOW_POINTER))
-    output.get_by_text("a line of rank 0").wait_for(timeout=30_000)
+    output.get_by_text("done on 0").wait_for(timeout=30_000)
 
 
 @pytest.mark.long

@@ -3,6 +3,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import zmq
+from jupyter_client.session import Session
+from tornado.queues import Queue
 
 from notebook_accel.notebook.clicks import (
     ClicksAfterTheCell,
@@ -13,52 +16,13 @@ from notebook_accel.notebook.clicks import (
 )
 
 
-class Frame:
-    """A part of a message, as zmq gives it."""
-
-    def __init__(self, text):
-        self.bytes = text.encode()
-
-
-class Messages:
-    """A queue of messages, as tornado's."""
-
-    def __init__(self):
-        self.items = []
-
-    def qsize(self):
-        return len(self.items)
-
-    def get_nowait(self):
-        return self.items.pop(0)
-
-    def put_nowait(self, item):
-        self.items.append(item)
-
-
-class Session:
-    """Reads messages whose first frame is their header."""
-
-    def feed_identities(self, frames, copy):
-        assert not copy
-        return [], [Frame("signature"), *frames]
-
-    def unpack(self, data):
-        return json.loads(data)
-
-    def deserialize(self, frames, content, copy):
-        assert content
-        assert not copy
-        return {**json.loads(frames[1].bytes), "content": json.loads(frames[-1].bytes)}
-
-
 class OldKernel:
     """What ipykernel 6 has that matters here."""
 
     def __init__(self):
-        self.msg_queue = Messages()
+        self.msg_queue = Queue()
         self.shell_stream = SimpleNamespace(flush=lambda: None)
-        self.session = Session()
+        self.session = Session(key=b"")
         self.handled = []
         self.states = []
         self.shell_handlers = {
@@ -69,8 +33,8 @@ class OldKernel:
 
     def handle(self, stream, identities, message):
         assert stream is self.shell_stream
-        self.handled.append(message["name"])
-        if message["name"] == "bad":
+        self.handled.append(message["content"]["name"])
+        if message["content"]["name"] == "bad":
             raise KeyboardInterrupt
 
     async def answer(self, stream, identities, message):
@@ -83,12 +47,13 @@ class OldKernel:
         self.states.append(state)
 
     def send(self, kind, name):
-        frame = Frame(json.dumps({"msg_type": kind, "name": name}))
-        self.msg_queue.put_nowait((len(self.msg_queue.items), None, ([frame],)))
+        frames = map(zmq.Frame, self.session.serialize(self.session.msg(kind, {"name": name})))
+        self.msg_queue.put_nowait((self.msg_queue.qsize(), None, ([*frames],)))
 
     @property
     def waiting(self):
-        return [json.loads(item[2][0][0].bytes)["name"] for item in self.msg_queue.items]
+        contents = (frames[-1].bytes for _, _, (frames,) in self.msg_queue._queue)
+        return [json.loads(content)["name"] for content in contents]
 
 
 class NewKernel:

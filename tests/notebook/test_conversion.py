@@ -18,7 +18,6 @@ from notebook_accel.render.snapshot import render_line, render_slim, render_snap
 from tests.notebook.states import after, html_of, logged, metrics, running, with_failed
 from tests.render.test_markup import Tags
 
-# Mathematics, an empty line, Markdown and HTML that must stay text.
 # What GitHub keeps of HTML: html-pipeline's list, as far as it matters here. Of images it keeps
 # those alone that lie on a server.
 GITHUB_TAGS = """
@@ -30,6 +29,7 @@ GITHUB_ATTRIBUTES = {
     "a": ["href"],
     "img": ["src"],
 }
+# Mathematics, an empty line, Markdown and HTML that must stay text.
 NASTY = "$5 or $6\n\n\n# {0} <i>&amp;</i> \\(x\\) _a_ `b`\n\n    $$y$$"
 _NEVER_READ = {"script", "style", "textarea", "pre", "code"}
 _NO_MATHS = {"tex2jax_ignore", "mathjax_ignore"}
@@ -61,11 +61,15 @@ def of_a_cell():
 SNAPSHOTS = {"summary": failed, "cell": of_a_cell, "line": lambda: render_line(nasty("line"))}
 
 
-def converted(snapshot, exporter):
+def notebook_of(snapshot):
     output = new_output("display_data", data=snapshot)
     notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
     nbformat.validate(notebook)
-    return str(exporter.from_notebook_node(notebook)[0])
+    return notebook
+
+
+def converted(snapshot, exporter):
+    return exporter.from_notebook_node(notebook_of(snapshot))[0]
 
 
 @pytest.mark.parametrize("name", SNAPSHOTS)
@@ -92,11 +96,9 @@ def test_what_github_keeps_of_a_summary_says_it_all():
     error = "rank 1 failed: ValueError: bad\n\nCell In[3], line 7"
     curves = metrics([f"metric-{number}" for number in range(9)])
     snapshot = render_snapshot(with_failed(state, [1], error=error), curves)
-    output = new_output("display_data", data=snapshot)
-    notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
     # What it does not keep it would show as text here, tags and all.
     sanitiser = SanitizeHTML(tags=GITHUB_TAGS, attributes=GITHUB_ATTRIBUTES, styles=[])
-    kept = sanitiser.preprocess(notebook, {})[0].cells[0].outputs[0].data["text/html"]
+    kept = sanitiser.preprocess(notebook_of(snapshot), {})[0].cells[0].outputs[0].data["text/html"]
     page = Tags(kept)
     assert sorted(page.tags) == sorted(Tags(html_of(snapshot)).tags)
     assert {name for name, _ in page.attributes} <= {"alt", "height", "title", "width"}

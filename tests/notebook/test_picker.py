@@ -171,8 +171,8 @@ def test_variables_stand_in_the_form_as_they_were_given():
     assert form.field("env").value == f"B: \xe9\nA: {'word ' * 30}1\n"
 
 
-def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(monkeypatch):
-    Notebook(monkeypatch).define("train")
+def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(notebook, monkeypatch):
+    notebook.define("train")
     form = Form(LaunchConfig())
     form.field("engine").value = "inline"
     assert "copy the code into a cell" in form.note("engine")
@@ -284,8 +284,12 @@ class Notebook:
         return Run(call)
 
 
-def test_a_form_knows_functions_that_later_cells_define(monkeypatch):
-    notebook = Notebook(monkeypatch)
+@pytest.fixture
+def notebook(monkeypatch):
+    return Notebook(monkeypatch)
+
+
+def test_a_form_knows_functions_that_later_cells_define(notebook):
     form = Form(LaunchConfig())
     notebook.show(form, has="2 CPU cores")
     assert "Define a function" in form.message.value
@@ -299,8 +303,7 @@ def test_a_form_knows_functions_that_later_cells_define(monkeypatch):
     assert (function.options, function.value) == (("train", "evaluate"), "train")
 
 
-def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(monkeypatch):
-    notebook = Notebook(monkeypatch)
+def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(notebook, monkeypatch):
     notebook.define("train")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     form = Form(LaunchConfig())
@@ -337,8 +340,7 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(monkeypatch
     assert not told("1")[1]
 
 
-def test_a_form_that_is_shown_again_shows_its_run_there_too(monkeypatch):
-    notebook = Notebook(monkeypatch)
+def test_a_form_that_is_shown_again_shows_its_run_there_too(notebook):
     notebook.define("train")
     form = Form(LaunchConfig())
     notebook.show(form, has="2 CPU cores")
@@ -353,11 +355,10 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(monkeypatch):
     assert notebook.displayed[2:] == [shown, panel]
 
 
-def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch):
+def test_a_click_launches_as_the_code_of_the_form_does(notebook, monkeypatch):
     LaunchConfig(num_processes=2, seed=5).save(default_config_path())
     monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "6")
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
-    notebook = Notebook(monkeypatch)
     notebook.define("train")
     given = []
 
@@ -384,8 +385,7 @@ def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch):
     assert [args for _, args, _ in notebook.launched] == [(3,)] * 4
 
 
-def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(monkeypatch):
-    notebook = Notebook(monkeypatch)
+def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(notebook):
     train = notebook.define("train")
     form = Form(LaunchConfig())
     button, arguments = form.launch, form.field("Arguments")

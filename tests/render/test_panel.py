@@ -17,9 +17,13 @@ def bar(rank, number=1, **fields):
     return wire.Bar(rank=rank, bar=number, **given)
 
 
+def sample(rank, **usage):
+    return wire.Sample(rank=rank, usage=wire.Usage(**usage))
+
+
 def test_a_row_says_how_far_its_rank_is():
-    sample = wire.Sample(rank=0, usage=wire.Usage(memory=412_000_000))
-    state = after(running(1), bar(0), sample)
+    taken = sample(0, memory=412_000_000)
+    state = after(running(1), bar(0), taken)
     page = Tags(render_title(state, NOW) + render_panel(state))
     for words in ("train", "running", "0:42", "epoch 1", "50/200", "10.0 it/s", "0:15", "412 MB"):
         assert words in page.text
@@ -28,15 +32,13 @@ def test_a_row_says_how_far_its_rank_is():
 
 
 def test_a_rank_without_a_bar_shows_what_its_loader_counted():
-    sample = wire.Sample(
-        rank=1, usage=wire.Usage(batches=250, total_batches=100, pass_start=200, steps=125)
-    )
-    state = after(running(2), sample)
+    taken = sample(1, batches=250, total_batches=100, pass_start=200, steps=125)
+    state = after(running(2), taken)
     page = Tags(render_panel(state, {1: 25.0}))
     for words in ("batches50/100", "25.0 batch/s0:02125"):
         assert words in page.text
     # One that has no loader of ours either.
-    state = after(running(1), wire.Sample(rank=0, usage=wire.Usage(steps=1_240)))
+    state = after(running(1), sample(0, steps=1_240))
     assert "steps1,2401,240" in Tags(render_panel(state)).text
 
 
@@ -70,9 +72,7 @@ def test_no_row_goes_when_an_inner_bar_does_and_of_many_ranks_none_comes():
 def test_the_title_says_on_what_and_how_fast():
     state = running(2)
     for rank in (0, 1):
-        state = after(
-            state, wire.Sample(rank=rank, usage=wire.Usage(steps=5, device="NVIDIA H200"))
-        )
+        state = after(state, sample(rank, steps=5, device="NVIDIA H200"))
     page = Tags(render_title(state, NOW, (12.5, "step")))
     assert page.text == "trainrunning0:422 x NVIDIA H20012.5 step/s"
     page = Tags(render_title(state, NOW, (0.4, "batch")))
@@ -80,15 +80,12 @@ def test_the_title_says_on_what_and_how_fast():
 
 
 def test_what_a_rank_takes_of_its_machine():
-    sample = wire.Sample(rank=0, usage=wire.Usage(memory=412_000_000, cpu=97))
-    page = Tags(render_panel(after(running(1), sample)))
+    taken = sample(0, memory=412_000_000, cpu=97)
+    page = Tags(render_panel(after(running(1), taken)))
     assert "cpu" in page.text
     assert "97%" in page.text
-    sample = wire.Sample(
-        rank=0,
-        usage=wire.Usage(memory=412_000_000, cpu=97, device_use=80, device_memory=21_300_000_000),
-    )
-    page = Tags(render_panel(after(running(1), sample)))
+    taken = sample(0, memory=412_000_000, cpu=97, device_use=80, device_memory=21_300_000_000)
+    page = Tags(render_panel(after(running(1), taken)))
     for words in ("leftstepgpugpu memcpumemory", "80%21.3 GB97%412 MB"):
         assert words in page.text
 
@@ -120,7 +117,7 @@ def test_who_waits_for_whom():
 
 
 def test_a_rank_that_is_suspended():
-    state = after(running(2), wire.Sample(rank=1, usage=wire.Usage(is_suspended=True)))
+    state = after(running(2), sample(1, is_suspended=True))
     held = replace(state.ranks[1], quiet_since=1000.0)
     page = Tags(render_panel(replace(state, ranks=(state.ranks[0], held))))
     assert ("class", "na-c-state na-suspended") in page.attributes
@@ -183,10 +180,7 @@ def test_it_is_small_whatever_ranks_print(num_ranks, line):
 def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each():
     state = running(128)
     for rank in range(128):
-        state = after(
-            state,
-            wire.Sample(rank=rank, usage=wire.Usage(batches=50 + rank % 64, total_batches=200)),
-        )
+        state = after(state, sample(rank, batches=50 + rank % 64, total_batches=200))
     state = with_failed(state, [77])
     page = Tags(render_panel(state))
     assert page.tags.count("i") == 128
