@@ -15,11 +15,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 # By name: the libraries that must be there, the cell, and what the function returns on each rank.
 _CELLS = {
-    "plots by seaborn": (
-        "seaborn",
-        "import seaborn as sns\nsns.set_theme(style='darkgrid', palette='deep')",
-        "sns.axes_style()['axes.grid'], sns.axes_style()['axes.facecolor']",
-    ),
     "adapters": (
         "peft transformers",
         """

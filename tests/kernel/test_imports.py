@@ -89,33 +89,6 @@ def test_a_session_has_them_and_cells_of_any_kind_run_on(notebook, tmp_path):
     assert "libraries: some_lib" in notebook.run("%accelerate status")
 
 
-def test_the_line_of_a_session_says_for_which_import_it_waits(notebook, tmp_path):
-    go = tmp_path / "go"
-    slow = f"""
-import pathlib, sys, time
-until = time.monotonic() + 30
-while "ipykernel" not in sys.modules and time.monotonic() < until:
-    if pathlib.Path({str(go)!r}).exists():
-        break
-    time.sleep(0.01)
-"""
-    library(tmp_path, "slow_lib", slow)
-    notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
-    notebook.run(
-        "%load_ext notebook_accel\n"
-        "from notebook_accel.notebook import session\n"
-        "said, say = [], session.say\n"
-        "def note(text, slot):\n"
-        "    said.append(text)\n"
-        "    say(text, slot)\n"
-        f"    'importing slow_lib' in text and open({str(go)!r}, 'w').close()\n"
-        "session.say = note"
-    )
-    notebook.run("import slow_lib")
-    notebook.run("%%accelerate -n 2\nimport sys\nassert 'slow_lib' in sys.modules")
-    assert "importing slow_lib" in notebook.run("print(said)")
-
-
 def test_an_import_for_its_effect_that_fails_in_ranks_ends_no_call(notebook, tmp_path):
     fails = "import sys\nif 'ipykernel' not in sys.modules:\n    raise ImportError('no kernel')\n"
     library(tmp_path, "effect_lib", fails)

@@ -96,9 +96,6 @@ def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
         table = text.partition("\n\n")[2]
         assert names(table) == ["run", "slow", "fast"]
         assert cells(table)[1][4:6] == ["0.375", "0.125"]
-        drawn = "compare(*old[:2], names=['lr'], backend='matplotlib')"
-        axes = f"[axis.get_title() for axis in {drawn}]"
-        assert notebook.run(f"print({axes})") == "['lr']\n"
 
 
 SWEEP = """

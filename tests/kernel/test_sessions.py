@@ -256,6 +256,9 @@ def test_options_that_do_not_fit_the_session_reach_no_rank(book, tmp_path):
     assert "the session has the ranks 0 to 1" in book.fails("%%accelerate --ranks 0,2\n1")
     for command in ("logs 9", "stacks 9", "pull --rank 9 pids"):
         assert "no rank 9: the session has the ranks 0 to 1" in book.fails(f"%accelerate {command}")
+    for command in ("pull", "push"):
+        assert "expected some such as model,loss" in book.run(f"%accelerate {command}")
+    assert "expected %accelerate stop, with nothing more" in book.run("%accelerate stop -n 4")
     before = book.run("%%accelerate\npids")
     (tmp_path / "launch.yaml").write_text("devices: [99]\n")
     text = book.fails(f"%accelerate restart --config {tmp_path / 'launch.yaml'}")

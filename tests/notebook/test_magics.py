@@ -72,8 +72,6 @@ def test_ranks_and_commands_that_make_no_sense_are_refused(shell, capsys):
     for command, words in (
         ("pull x", "an %%accelerate cell starts one"),
         ("begin", "expected one of start, stop, restart, status"),
-        ("stop -n 4", "expected %accelerate stop, with nothing more"),
-        ("push", "expected some such as model,loss"),
         ("debug ²", "²: expected the number of one rank"),
         ("debug 0-1", "0-1: expected the number of one rank"),
         ('pull "a', "No closing quotation"),
