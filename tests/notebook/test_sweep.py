@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import textwrap
+import threading
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, WorkerError, sweep
 from notebook_accel.launch import run_list
+from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.control.run_state import starting
 from notebook_accel.notebook.sweeps.panel import as_bundle, in_order
 from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import SweepFolder, Trial, TrialChoice
@@ -321,19 +324,27 @@ def test_a_trial_that_ends_in_its_first_turn_is_not_said_to_refuse_the_pause():
     assert found._notes() == []
 
 
-def test_turns_over_a_loader_without_a_length_are_refused():
+def test_turns_over_a_loader_without_a_length_are_refused_and_no_trial_is_left(monkeypatch):
     class Stream(IterableDataset[int]):
         def __iter__(self):
             return iter(range(1000))
 
     def streams(lr):
         accelerator = Accelerator(cpu=True)
-        for step, _ in enumerate(accelerator.prepare(DataLoader(Stream(), batch_size=1))):
-            accelerator.log({"loss": lr}, step=step)
-            time.sleep(0.05)
+        try:
+            for step, _ in enumerate(accelerator.prepare(DataLoader(Stream(), batch_size=1))):
+                accelerator.log({"loss": lr}, step=step)
+                time.sleep(0.05)
+        finally:
+            time.sleep(1.5)  # it takes its time to leave
 
-    with pytest.raises(ConfigError, match=r"rounds=4: the loader of trial 0 has no length"):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    refused = "rounds=4: the loader of trial 0 has no length"
+    with pytest.raises(ConfigError, match=refused) as caught:
         on_cpu(streams, {"lr": [0.1, 0.2]}, metric="loss", concurrent=1, rounds=4)
+    assert [run.status for run in caught.value.sweep] == ["stopped"]
+    assert raised == []
 
 
 def test_a_stop_ends_paused_trials():
@@ -463,6 +474,19 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials(tmp_path):
         assert "the sweep was interrupted" in reply.traceback[-1]
         ended = "all(run.state.has_ended for run in runs())"
         assert notebook.run(f"print(len(runs()) - before, {ended})") == "1 True\n"
+
+
+def test_a_record_that_the_end_of_a_kernel_cut_off_hides_none_that_comes_later():
+    folder, ids = SweepFolder(), []
+    folder.make()
+    for number in range(2):
+        run = RunFolder.make()
+        run.save(starting(run=run.id, name="train", world_size=1, started=0.0))
+        folder.add(run.id, TrialChoice({"lr": number}, {}))
+        ids.append(run.id)
+        with open(folder.path / "trials.pkl", "ab") as file:
+            file.write(b"\x80\x05\x95")
+        assert [run_id for run_id, _ in folder.trials()] == ids
 
 
 SLOW_START = (

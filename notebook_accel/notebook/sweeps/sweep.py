@@ -393,7 +393,7 @@ class Sweep:
             if has_ended:
                 trial.is_paused, trial.is_over = False, True
                 self._take_leave(trial)
-            else:
+            elif self._error is None:  # which a turn may have raised
                 self._follow_turn(trial)
         self._guard(self._draw, False)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import math
+import os
 import pickle
 import re
 import shutil
@@ -271,11 +272,12 @@ class SweepFolder:
             cloudpickle.dump((run_id, trial), file)
 
     def trials(self) -> list[tuple[str, TrialChoice]]:
-        """Return the trials that began, each with the id of its run.
+        """Return the trials that began, each with the id of its run, and keep no other record.
 
         The kernel may have been killed before it launched the one that it recorded last.
         """
         found: list[tuple[str, TrialChoice]] = []
+        ends = [0]
         # A record that was cut off by the kernel's end is none.
         with (
             contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError),
@@ -283,12 +285,17 @@ class SweepFolder:
         ):
             while True:
                 found.append(pickle.load(file))
+                ends.append(file.tell())
         while found:
             run_id, _ = found[-1]
             is_kept = detached.has_keeper(run_id)  # asked first: it ends with its run
             if RunFolder(runs_folder() / run_id).load() is not None:
                 break
             if not is_kept:
-                return found[:-1]
+                found.pop()
+                break
             time.sleep(_POLL_SECONDS)
+        # This kernel adds its own behind them, which a later one reads.
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self._trials, ends[len(found)])
         return found
