@@ -176,14 +176,25 @@ def _in_block(block: Iterable[ast.stmt]) -> Iterator[_Found]:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             yield from _in_call(node.value)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            for decorator in node.decorator_list:
-                made = decorator.func if isinstance(decorator, ast.Call) else decorator
-                # Its argument is what is decorated, which only the cell can give it.
-                whole = ast.Call(made, [ast.Call(ast.Name("..."), [], [])], [])
-                yield from _found(made, ast.Name(f"@{ast.unparse(decorator)}"), called=whole)
+            yield from _in_decorators(node)
         elif isinstance(node, (ast.If, ast.For, ast.Try)):
             for part in ("body", "orelse", "finalbody"):
                 yield from _in_block(getattr(node, part, ()))
+
+
+def _in_decorators(node: ast.FunctionDef | ast.ClassDef) -> Iterator[_Found]:
+    for decorator in node.decorator_list:
+        made = decorator.func if isinstance(decorator, ast.Call) else decorator
+        name = f"@{ast.unparse(decorator)}"
+        # Its argument is what is decorated, which only the cell can give it.
+        whole = ast.Call(made, [ast.Call(ast.Name("..."), [], [])], [])
+        yield from _found(made, ast.Name(name), called=whole)
+        if isinstance(node, ast.FunctionDef) and "patch" in name:
+            # fastcore's assign the function to the class of `self: Learner`, or to their argument.
+            given = decorator.args if isinstance(decorator, ast.Call) else []
+            annotated = [one.annotation for one in node.args.args[:1] if one.annotation]
+            for owner in given or annotated:
+                yield from _found(ast.Attribute(owner, node.name), ast.Name(f"{name} {node.name}"))
 
 
 def _in_call(node: ast.Call) -> Iterator[_Found]:

@@ -12,6 +12,8 @@ Image.MAX_IMAGE_PIXELS                      <- Image.MAX_IMAGE_PIXELS = None
 torch.load("no file")                       <- original = torch.load; torch.load = patched
 nn.Linear(2, 3).num_params()                <- nn.Module.num_params = num_params
 torch.ones(1).twice().item()                <- setattr(torch.Tensor, "twice", lambda self: self * 2)
+torch.ones(1).thrice()                      <- @patch ^ def thrice(self: torch.Tensor): return 3
+torch.ones(2).size_of()                     <- @patch_to(torch.Tensor) ^ def size_of(self): return 2
 json.JSONEncoder.default.__name__           <- json.JSONEncoder.default = default
 csv.QUOTE_MINE                              <- csv.QUOTE_MINE = 7
 torch._dynamo.config.suppress_errors        <- torch._dynamo.config.suppress_errors = True
@@ -109,6 +111,12 @@ def len_of(value):
 def default(self, value):
     return str(value)
 
+def patch(f):  # as fastcore has it
+    setattr(f.__annotations__["self"], f.__name__, f)
+
+def patch_to(kind):
+    return lambda f: setattr(kind, f.__name__, f)
+
 def num_params(self):
     return sum(p.numel() for p in self.parameters())
 
@@ -139,7 +147,7 @@ def book():
 @pytest.mark.timeout(240)
 def test_forty_settings_of_first_cells_reach_the_ranks(book):
     for _, cell in _PAIRS:
-        book.run(cell)
+        book.run(cell.strip().replace(" ^ ", "\n"))
     # The globals that the texts use are named in the function, as in one that a person writes.
     names = {name for text in _QUESTIONS for name in names_of(text).used}
     book.run(f"questions = {_QUESTIONS!r}\ndef used(): return {', '.join(sorted(names))}")
