@@ -116,9 +116,10 @@ def fit(folder, has_logger):
         enable_model_summary=False,
     )
     trainer.fit(Regression(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
+    drawn = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)
     return (
         str(trainer.checkpoint_callback.dirpath),
-        [type(trainer.logger).__name__],
+        [type(trainer.logger).__name__, str(drawn.get("v_num"))],
         trainer.world_size,
     )
 
@@ -129,7 +130,7 @@ def test_a_lightning_trainer(tmp_path):
     arguments = {"num_processes": 2, "devices": "cpu"}
     run = notebook_launcher(fit, args=(str(tmp_path), True), **arguments)
     folder = tmp_path / "lightning_logs" / "version_0"
-    assert run[0] == (str(folder / "checkpoints"), ["CSVLogger"], 2)
+    assert run[0] == (str(folder / "checkpoints"), ["CSVLogger", "0"], 2)
     with (folder / "metrics.csv").open() as file:
         written = {
             (name, int(row["step"])): float(value)
@@ -147,7 +148,7 @@ def test_a_lightning_trainer(tmp_path):
     assert [bar for bar in bars if bar[1].startswith("Epoch")] == [(0, "Epoch 1", 4, 4)]
 
     without = notebook_launcher(fit, args=(str(tmp_path / "none"), False), **arguments)
-    assert without[0] == (str(tmp_path / "none" / "checkpoints"), ["NoneType"], 2)
+    assert without[0] == (str(tmp_path / "none" / "checkpoints"), ["NoneType", "None"], 2)
     reported = {(row["name"], row["step"]) for row in without.metrics}
     assert reported == {key for key in found if key[0] != "epoch"}
 

@@ -140,6 +140,9 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
     lightning: Any = sys.modules[package]
 
     class LightningLogger(lightning.loggers.logger.DummyLogger):  # type: ignore[misc]
+        # A progress bar shows the versions of all loggers that differ.
+        version = property(lambda self: self.first.version)
+
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             _report(metrics, step)
 
@@ -152,7 +155,9 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
             self.of_batches: dict[str, bool] = {}
             known = any(isinstance(one, LightningLogger) for one in trainer.loggers)
             if trainer.loggers and trainer.is_global_zero and not known:
-                trainer.loggers.append(LightningLogger())
+                ours = LightningLogger()
+                ours.first = trainer.loggers[0]
+                trainer.loggers.append(ours)
 
         def look(self, trainer: Any, *_: Any, is_batch: bool = False) -> None:
             if self.reads and not trainer.sanity_checking:
