@@ -152,6 +152,12 @@ def test_prepare_takes_any_order_and_gives_it_back():
     assert accelerator.prepare_scheduler(schedule) is ready[0]
 
 
+def test_the_first_batches_are_skipped():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [[2, 3], [4]]
+
+
 def test_optimizer_states_made_before_stay():
     _, model, optimizer, _ = parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -209,12 +215,16 @@ def test_a_subclass_brings_its_own_parts_of_prepare():
     assert optimizer.num_steps == 2
 
 
-def test_a_block_that_names_an_optimizer_too_accumulates():
+@on_ranks(2)
+def test_a_block_takes_lists_of_models_and_optimizers_and_exchanges_in_its_last_batch_alone():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     _, model, optimizer, _ = accelerator.prepare(*parts())
-    for synchronises in (False, True):
+    for is_last in (False, True):
         with accelerator.accumulate([model], optimizer, nn.functional.mse_loss):
-            assert accelerator.sync_gradients is synchronises
+            assert accelerator.sync_gradients is is_last
+            accelerator.backward(model(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+        first, second = gather_object([model.module.weight.grad.tolist()])
+        assert (first == second) == is_last
 
 
 def test_an_object_of_another_framework_is_named():
