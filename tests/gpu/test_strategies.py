@@ -5,6 +5,7 @@ and here rounds sums and tanh at other places: some ten times what the order of 
 """
 
 import pytest
+import torch
 
 from notebook_accel import (
     Accelerator,
@@ -12,42 +13,34 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     notebook_launcher,
 )
-from tests.training.inductor import train_blocks
-from tests.training.meshes import FLOAT_ERROR
-from tests.training.test_matrix import STRATEGIES, check, precisions_of, train
+from tests.training import inductor, meshes, test_matrix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def _train_all(strategy):
-    return {name: train(strategy, name, cpu=False) for name in precisions_of(strategy)}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [name for name in test_matrix.STRATEGIES if test_matrix.kind_of(name) != "parts"]
+)
 def test_a_strategy_on_gpus_equals_one_process(strategy):
-    import torch
-
-    ranks, _, _ = STRATEGIES[strategy]
+    ranks, _, _ = test_matrix.STRATEGIES[strategy]
     if torch.accelerator.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    for of_rank in notebook_launcher(_train_all, (strategy,), num_processes=ranks, view="none"):
-        for precision, ours in of_rank.items():
-            check(strategy, precision, ours, 10 * FLOAT_ERROR)
+
+    def train():
+        return test_matrix.train_all([strategy], names=meshes.ROUNDING, cpu=False)[strategy]
+
+    for of_rank in notebook_launcher(train, num_processes=ranks, view="none"):
+        for name, ours in of_rank.items():
+            test_matrix.check(strategy, name, ours, 10 * meshes.FLOAT_ERROR)
 
 
 @pytest.mark.real_gpu
 def test_what_inductor_builds_trains():
-    import torch
-
-    (result,) = notebook_launcher(train_blocks, (False,), num_processes=1, view="none")
-    assert result["graphs"] == 1
-    for name, value in result["NO"].items():
-        torch.testing.assert_close(result["INDUCTOR"][name], value, atol=1e-5, rtol=0)
+    run = notebook_launcher(inductor.train_blocks, ("single", False), num_processes=1, view="none")
+    inductor.check(*run[0], 1)
 
 
 def _read_by_default_on_the_gpu(kind, save_dir):
-    import torch
-
     torch.set_default_device(kind)
     accelerator = Accelerator()
     # Of several ranks, rank 0 reads for all.
@@ -64,8 +57,6 @@ def _read_by_default_on_the_gpu(kind, save_dir):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path, kind, ranks):
-    import torch
-
     if torch.accelerator.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     run = notebook_launcher(
@@ -76,12 +67,9 @@ def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path, kind, 
 
 
 def _resume_fused(folder):
-    import torch
-
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(2):
         accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).sum())
         optimizer.step()
@@ -95,34 +83,7 @@ def _resume_fused(folder):
 
 
 def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path, kind):
-    import torch
-
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two GPUs")
     run = notebook_launcher(_resume_fused, (str(tmp_path / "s"),), num_processes=2, view="none")
     assert run.results == [(kind, "cpu")] * 2
-
-
-def _peak_of_prepare():
-    """How far a GPU's memory rises as a model is sharded, and the bytes of the model."""
-    import torch
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1 << 20
-    )
-    accelerator = Accelerator(fsdp_plugin=plugin)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
-    whole = sum(weight.nbytes for weight in model.parameters())
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    accelerator.prepare(model)
-    return torch.accelerator.max_memory_allocated() - before, whole
-
-
-def test_a_model_is_sharded_without_room_for_all_of_it():
-    import torch
-
-    if torch.accelerator.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    for peak, whole in notebook_launcher(_peak_of_prepare, num_processes=2, view="none"):
-        assert peak < 0.75 * whole, "half of it, and a layer or two"

@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,6 @@ def runs_here(name: object) -> bool:
 def skip_unless_it_runs(name: object) -> None:
     if not runs_here(name):
         pytest.skip(_REFUSED)
-
-
-def with_long_ones(num_ranks: Mapping[str, int]) -> list[Any]:
-    """Return names of cases as parameters; four ranks keep two cores busy, and are ``long``."""
-    return [
-        pytest.param(name, marks=[pytest.mark.long] if ranks >= 4 else [])
-        for name, ranks in num_ranks.items()
-    ]
 
 
 class RankError(AssertionError):

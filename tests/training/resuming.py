@@ -17,7 +17,6 @@ def train(
     samples: int,
     epochs: int = 2,
     window: int = 2,
-    optimizer: str = "adamw",
     saves: Callable[[int], bool],
     in_background: bool = False,
     stop: int = 0,
@@ -27,7 +26,7 @@ def train(
     ``saves`` gets the batches of this attempt; it ends after ``stop`` batches (0: at the end).
     """
     accelerator = accelerator_for(layout, gradient_accumulation_steps=window)
-    model, made = make({"optimizer": optimizer})
+    model, made = make({})
     size = 2 // LAYOUTS[layout][1]  # as many batches under each layout
     loader = DataLoader(data(samples), batch_size=size, shuffle=True)
     schedule = torch.optim.lr_scheduler.StepLR(made, 2)

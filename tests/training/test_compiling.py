@@ -21,8 +21,8 @@ from notebook_accel.training.strategies.compiling import (
     is_compiled_module,
 )
 from tests.training.harness import on_ranks
-from tests.training.meshes import FLOAT_ERROR, MESHES, check_weights, train, twin
-from tests.training.test_pipeline import CASES as PIPELINE_CASES
+from tests.training.meshes import FLOAT_ERROR, LAYOUTS, check_run, train, twin
+from tests.training.test_matrix import DECODER
 
 
 class Layered(nn.Module):
@@ -141,9 +141,10 @@ def test_settings_that_make_no_sense_are_refused():
         Accelerator(cpu=True, dynamo_plugin="eager")
 
 
+WHOLE = TorchDynamoPlugin(backend=DynamoBackend.EAGER)
 SPREAD = {
-    "replicas": (2, None, TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
-    "fsdp": (2, "fsdp", TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
+    "replicas": (2, None, WHOLE),
+    "fsdp": (2, "fsdp", WHOLE),
     "fsdp, forward twice": (2, "fsdp, forward twice", REGIONS),
     "tensor": (2, "tensor", TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER)),
     "fsdp x tensor": (4, "fsdp x tensor", REGIONS),
@@ -154,22 +155,18 @@ SPREAD = {
 @pytest.mark.parametrize(("name", "ranks"), [(name, row[0]) for name, row in SPREAD.items()])
 @on_ranks("ranks", timeout=180)
 def test_a_compiled_model_that_is_spread_equals_one_process(name, ranks):
-    _, mesh, plugin = SPREAD[name]
-    ours = train(mesh, {"settings": {"dynamo_plugin": plugin}, "accumulate": 2})
+    _, layout, plugin = SPREAD[name]
+    case = {"accumulate": 2}
+    ours = train(layout, {**case, "settings": {"dynamo_plugin": plugin}})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    shares = MESHES[mesh][1] if mesh else 2
-    expected = twin(shares, {"accumulate": 2})
-    error = FLOAT_ERROR * (2 * 16 // shares)
-    assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
-    check_weights(ours["weights"], expected["weights"], error)
+    check_run(ours, twin(LAYOUTS[layout][1], case), case)
 
 
 @on_ranks(2, timeout=180)
 def test_the_blocks_of_a_pipeline_are_compiled():
-    case = PIPELINE_CASES["decoder"]
-    result = train("1F1B", {**case, "settings": {"dynamo_backend": "eager"}})
+    result = train("1F1B", {**DECODER, "settings": {"dynamo_backend": "eager"}})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert result["losses"] == pytest.approx(twin(1, case)["losses"], abs=16 * FLOAT_ERROR)
+    assert result["losses"] == pytest.approx(twin(1, DECODER)["losses"], abs=16 * FLOAT_ERROR)
 
 
 def test_a_model_compiled_in_place_is_copied_and_pickled():

@@ -1,57 +1,33 @@
-"""Every strategy x precision x accumulation equals one process: losses, norms, weights, samples.
+"""Every strategy equals one process in every case: losses, norms, weights, samples.
 
 The twin is plain torch: one process, batches of all shares together, autocast and a loss scaler of
-torch. The loop is the same under every strategy, and does at once what users do: two models, one
-by SGD and one by AdamW, each with embedding and head tied, a weight of one number (of which most
-ranks of FSDP have no part) and an optimizer made before ``prepare``; data that does not divide
-evenly; windows of one batch in the first epoch and of two in the second, whose last window is
-shorter; clipping by norm at the end of each; samples gathered for a metric.
+torch. The loop is the same under every strategy (see ``meshes``), with an optimizer made before
+``prepare``, and embedding and head tied.
 
 All strategies of one number of ranks train one after the other in the same ranks: to start ranks
-takes as long as two of these trainings.
-
-Tolerances. In float32 the same products are added up in another order: some 1e-6 a step (see
-``meshes``). In bf16 and fp16 each product is rounded, relatively by 2**-8 or 2**-11, and in other
-places than the twin's: ranks round the gradients of their own shares, stages those of their
-micro-batches, ``fully_shard`` the weights themselves. So a loss of order 1 may move by a few
-roundings, and a weight by as much of the path that it went: steps times the learning rate, since
-gradients are clipped to norm 1 and SGD has no memory here. AdamW divides by the root of a mean
-square, which would make a step of a rounding error where a gradient is next to nothing; added to
-that root is ``SMALLEST``, so that an error of a gradient moves a weight by no more than twice
-``lr / SMALLEST`` of it, which is the rate of SGD.
+takes as long as some of these trainings.
 """
 
+from contextlib import contextmanager
 from functools import cache, partial
-from itertools import chain
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, GradScalerKwargs, ParallelismConfig
+from notebook_accel import GradScalerKwargs
 from tests.training import meshes
-from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs, with_long_ones
-from tests.training.meshes import (
-    FLOAT_ERROR,
-    MESHES,
-    SCALE,
-    Block,
-    Tiny,
-    blocks,
-    check_weights,
-    data,
-    loss_of,
-    plugin,
-)
+from tests.training.harness import run_ranks, skip_unless_it_runs
+from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS, Block
 
-ROUNDING = {"no": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
-WINDOWS = (1, 2)  # batches a step, by epoch
-BATCH, RATE, SMALLEST = 4, 0.2, 0.05
+# name: ranks, shares of the data, what the user asks for
+STRATEGIES = {**meshes.LAYOUTS, **meshes.CONTEXTS, **meshes.MORE}
+del STRATEGIES[meshes.BY_RANK]  # what writes files by rank trains as what does not
 
 
-class Small(Tiny):
+class WithGain:
+    """With a weight of one number, of which most ranks of FSDP have no part."""
+
     def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
@@ -60,181 +36,242 @@ class Small(Tiny):
         return super().forward(tokens) * self.gain
 
 
-class Deep(Small):
-    """Enough blocks for two stages a rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Block(), Block()])
+class Small(WithGain, meshes.Tiny):
+    pass
 
 
-MODELS = {"Interleaved1F1B": Deep}
-PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+class Large(WithGain, meshes.Deep):
+    pass
 
 
-def asked_for(plugin_fields=None, **sizes):
-    """What the user asks for; two micro-batches, of which the last batch fills one."""
-    micro = {"num_microbatches": 2} if "pp_size" in sizes else {}
-    config = ParallelismConfig(**sizes, **micro, tp_plan=PLAN)
-    sharded = {} if plugin_fields is None else {"fsdp_plugin": plugin(**plugin_fields)}
-    return {"parallelism_config": config, **sharded}
+def gained(kind):
+    model = kind()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=0.05)
 
 
-def gathered_in_bf16():
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    return {"fsdp_plugin": blocks(mixed_precision_policy=policy)}
+SCALED = {"kwargs_handlers": [GradScalerKwargs(init_scale=meshes.SCALE)]}
 
 
-OWN_POLICY = "fsdp, gathered in bf16"
-# name: ranks, shares of the data, what the user asks for (made on the rank)
-STRATEGIES = {
-    "single": (1, 1, dict),
-    "replicas": (2, 2, dict),
-    **{name: MESHES[name] for name in ("fsdp, blocks", "fsdp, kept whole, on the host")},
-    **{name: MESHES[name] for name in ("fsdp, forward twice", "tensor")},
-    OWN_POLICY: (2, 2, gathered_in_bf16),
-    **{
-        schedule: (2, 1, partial(asked_for, pp_size=2, pp_schedule=schedule))
-        for schedule in ("1F1B", "GPipe", "Interleaved1F1B")
+def by_windows(kind, precision):
+    """An uneven end; windows of one batch in the first epoch and of two in the second, whose last
+    window is shorter; clipping at the end of each."""
+    return {
+        "make": partial(gained, kind),
+        "precision": precision,
+        "samples": 33,
+        "batch": 4,
+        "windows": (1, 2),
+        "clip": 1.0,
+        "settings": SCALED,
+    }
+
+
+# By what a rank has: the whole model or its weights in parts, some stages, parts of sequences.
+CASES = {}
+CASES["whole"] = {
+    "plain": {},
+    "uneven end, clipping the largest and by value, weights of rank 0": {
+        "optimizer": "sgd",
+        "samples": 13,
+        "clip": 0.02,
+        "norm": "inf",
+        "clip_value": 0.01,
+        "read_by_rank_0": True,
     },
-    "fsdp, parts of unequal size": (3, 3, MESHES["fsdp, blocks"][2]),
-    **{name: MESHES[name] for name in ("fsdp x tensor", "replicas x fsdp", "replicas x tensor")},
-    "pipeline x replicas": (4, 2, partial(asked_for, pp_size=2, dp_replicate_size=2)),
-    "pipeline x fsdp": (4, 2, partial(asked_for, pp_size=2, dp_shard_size=2)),
-    "pipeline x tensor": (4, 1, partial(asked_for, pp_size=2, tp_size=2)),
-    # By ``make test-eight``.
-    "pipeline x fsdp x tensor": (8, 2, partial(asked_for, pp_size=2, dp_shard_size=2, tp_size=2)),
-    "pipeline x replicas x fsdp": (
-        8,
-        4,
-        partial(asked_for, pp_size=2, dp_replicate_size=2, dp_shard_size=2),
-    ),
-    "replicas x fsdp x tensor": (
-        8,
-        4,
-        partial(asked_for, {}, dp_replicate_size=2, dp_shard_size=2, tp_size=2),
-    ),
+    "accumulation, clipping a window, a window dropped": {
+        "accumulate": 2,
+        "clip": 0.05,
+        "whole": True,
+        "drops": (0, 2),
+    },
+    **{precision: by_windows(Small, precision) for precision in meshes.ROUNDING},
 }
 
 
-def precisions_of(strategy):
-    """What the Accelerator is asked for, and in what the model then computes."""
-    return {"no": "bf16"} if strategy == OWN_POLICY else {name: name for name in ROUNDING}
-
-
-def samples_for(shares):
-    """For three batches a rank, the last of which is of one sample."""
-    return 2 * BATCH * shares + 1
-
-
-def make(kind):
-    torch.manual_seed(3)
-    one, other = kind(), kind()
-    adam = {"lr": RATE * SMALLEST / 2, "eps": SMALLEST}
-    return [
-        (one, torch.optim.SGD(one.parameters(), lr=RATE)),
-        (other, torch.optim.AdamW(other.parameters(), **adam)),
-    ]
-
-
-def train(strategy, precision, *, cpu=True):
-    _, shares, asked = STRATEGIES[strategy]
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision=precision,
-        kwargs_handlers=[GradScalerKwargs(init_scale=SCALE)],
-        **asked(),
+def chain():
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), Block(), nn.ReLU(inplace=True), Block(), nn.Linear(WIDTH, WORDS)
     )
-    (one, first), (other, second) = make(MODELS.get(strategy, Small))
-    loader = DataLoader(data(samples_for(shares)), batch_size=BATCH)
-    one, loader, other, first, second = accelerator.prepare(one, loader, other, first, second)
-    seen = {"losses": [], "norms": [], "samples": []}
-    for window in WINDOWS:
-        accelerator.gradient_accumulation_steps = window
-        for inputs, targets in loader:
-            with accelerator.accumulate(one, other):
-                for model, wanted, optimizer in ((one, targets, first), (other, inputs, second)):
-                    loss = accelerator.forward_backward(model, inputs, wanted, loss_of)
-                    if accelerator.sync_gradients:
-                        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                        seen["norms"].append(float(norm))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    seen["losses"].append(float(accelerator.reduce(loss, "mean")))
-            seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
-    return {**seen, "weights": [whole(accelerator, one), whole(accelerator, other)]}
 
 
-def whole(accelerator, model):
-    return {key: value.tolist() for key, value in accelerator.get_state_dict(model).items()}
+def in_groups(kind, optimizer="adamw"):
+    model = kind()
+    weights = list(model.parameters())
+    # Groups across stages, in another order than the model's.
+    groups = [{"params": weights[:3:-1], "lr": 2e-2}, {"params": weights[:4]}]
+    if optimizer == "sgd":
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
-@cache
-def twin(kind, shares, precision):
-    inputs, targets = data(samples_for(shares)).tensors
-    case = {"batch": BATCH, "windows": WINDOWS, "clip": 1.0, "precision": precision}
-    both = [
-        meshes.twin(
-            shares,
-            {**case, "make": lambda which=which: make(kind)[which], "data": (inputs, wanted)},
+def evaluate(model):
+    """What a trained model gives, and how much of it is here."""
+    device = next(model.parameters()).device
+    outputs = model.eval()(meshes.data(5).tensors[0].to(device)).tolist()
+    return {"outputs": outputs, "parameters": sum(each.numel() for each in model.parameters())}
+
+
+DECODER = {"make": partial(in_groups, meshes.Deep), "whole": True, "batch": 4, "look": evaluate}
+SEQUENTIAL = {**DECODER, "make": partial(in_groups, chain)}
+CASES["stages"] = {
+    "decoder": DECODER,
+    "sequential, uneven end": {
+        **SEQUENTIAL,
+        "make": partial(in_groups, chain, "sgd"),
+        "samples": 13,
+    },
+    "accumulation, clipping a window": {**DECODER, "accumulate": 2, "clip": 0.05},
+    "clipping the largest and by value": {
+        **SEQUENTIAL,
+        "clip": 0.005,
+        "norm": "inf",
+        "clip_value": 0.003,
+    },
+    "gradients exchanged at every batch": {**DECODER, "accumulate": 2, "each": True, "samples": 10},
+    **{precision: {**by_windows(Large, precision), "whole": True} for precision in meshes.ROUNDING},
+}
+
+
+class Layer(nn.Module):
+    """Attention over two heads, of which keys and values have one between them; and an MLP."""
+
+    def __init__(self, causal):
+        super().__init__()
+        self.causal = causal
+        # No bias: a key's adds the same to all scores, and AdamW would step by what rounding
+        # leaves of its gradient of zero.
+        self.queries = nn.Linear(WIDTH, WIDTH)
+        self.keys = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        query = self.queries(hidden).unflatten(-1, (2, -1)).transpose(1, 2)
+        key, value = (part.unsqueeze(1) for part in self.keys(hidden).chunk(2, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=self.causal, enable_gqa=True
         )
-        for which, wanted in enumerate((targets, inputs))
-    ]
-    by_turns = {
-        name: list(chain(*zip(*(one[name] for one in both), strict=True)))
-        for name in ("losses", "norms")
-    }
-    return {**by_turns, "weights": [one["weights"] for one in both]}
+        hidden = hidden + attended.transpose(1, 2).flatten(2)
+        return hidden + self.down(torch.tanh(self.up(hidden)))
 
 
-def train_all(strategies):
+def attending(causal=True, eps=1e-8):
+    model = meshes.Tiny()
+    model.blocks = nn.ModuleList([Layer(causal), Layer(causal)])
+    model.scale.fill_(0.25)  # losses of order 1
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps)
+
+
+@contextmanager
+def divided(accelerator, inputs, targets):
+    whole = inputs.clone(), targets.clone()
+    with accelerator.maybe_context_parallel(buffers=[inputs, targets], buffer_seq_dims=[1, 1]):
+        assert inputs.shape[1] == targets.shape[1] == meshes.LENGTH // 2
+        yield
+    assert torch.equal(inputs, whole[0])
+    assert torch.equal(targets, whole[1])
+
+
+def mean_of_parts(accelerator, loss):
+    """Of the losses of the ranks that divide a sequence."""
+    parts = [torch.empty_like(loss) for _ in range(2)]
+    torch.distributed.all_gather(parts, loss, group=accelerator.torch_device_mesh["cp"].get_group())
+    return torch.stack(parts).mean()
+
+
+OF_PARTS = {"make": attending, "around": divided, "joins": mean_of_parts}
+# Where a gradient is next to nothing, AdamW would make a step of its rounding error in 16 bits.
+ROUGH = {**OF_PARTS, "make": partial(attending, eps=0.05), "settings": SCALED}
+CASES["parts"] = {
+    "causal": OF_PARTS,
+    "both ways, accumulation, clipping": {
+        **OF_PARTS,
+        "make": partial(attending, causal=False),
+        "accumulate": 2,
+        "clip": 0.05,
+    },
+    "uneven end, whole calls": {**OF_PARTS, "samples": 7, "whole": True},
+    "bf16": {**ROUGH, "precision": "bf16"},
+    "bf16, accumulation": {**ROUGH, "precision": "bf16", "accumulate": 2},
+    "fp16": {**ROUGH, "precision": "fp16"},
+    "fp16, accumulation, clipping": {**ROUGH, "precision": "fp16", "accumulate": 2, "clip": 0.05},
+}
+# Its plugin has the precision, not the Accelerator.
+BY_POLICY = {"bf16": {**CASES["whole"]["bf16"], "settings": {"mixed_precision": "no"}}}
+
+
+def kind_of(strategy):
+    if strategy in meshes.CONTEXTS:
+        return "parts"
+    return "stages" if "1F1B" in str(strategy) or strategy == "GPipe" else "whole"
+
+
+def cases_of(strategy):
+    return BY_POLICY if strategy == meshes.OWN_POLICY else CASES[kind_of(strategy)]
+
+
+def train_all(strategies, names=(), **settings):
+    """What each case comes to, of those with these names or all; settings are the Accelerator's."""
     return {
-        strategy: {precision: train(strategy, precision) for precision in precisions_of(strategy)}
+        strategy: {
+            name: meshes.train(
+                strategy, {**case, "settings": {**case.get("settings", {}), **settings}}
+            )
+            for name, case in cases_of(strategy).items()
+            if not names or name in names
+        }
         for strategy in strategies
     }
 
 
 @cache
-def trained(ranks):
-    """What each rank saw, of all strategies that take so many."""
+def trained(ranks, kind):
+    """What each rank saw, of all strategies of a kind that take so many."""
     strategies = [
-        name for name, (needed, _, _) in STRATEGIES.items() if needed == ranks and runs_here(name)
+        name for name, row in STRATEGIES.items() if row[0] == ranks and kind_of(name) == kind
     ]
     return run_ranks(train_all, ranks, strategies, timeout=240)
 
 
-def check(strategy, precision, ours, float_error):
+@cache
+def twin(strategy, name, precision):
+    case = {**cases_of(strategy)[name], "precision": precision}
+    return meshes.twin(STRATEGIES[strategy][1], case)
+
+
+def check(strategy, name, ours, float_error=FLOAT_ERROR):
     """Compare what one rank saw with the twin.
 
     Args:
         float_error: how far float32 may be off after a step.
     """
-    _, shares, _ = STRATEGIES[strategy]
-    kind, computes_in = MODELS.get(strategy, Small), precisions_of(strategy)[precision]
-    expected, rounding = twin(kind, shares, computes_in), ROUNDING[computes_in]
-    steps, what = len(expected["norms"]), (strategy, precision)
-    near = float_error * steps + 8 * rounding
-    assert ours["losses"] == pytest.approx(expected["losses"], abs=near), what
-    if rounding:
-        exact = twin(kind, shares, "no")["losses"]
-        assert ours["losses"] != pytest.approx(exact, abs=1e-5), what
-    of_norms = 10 * float_error + 16 * rounding
-    assert ours["norms"] == pytest.approx(expected["norms"], rel=of_norms), what
-    samples = data(samples_for(shares)).tensors[0].tolist()
-    assert sorted(ours["samples"]) == sorted(len(WINDOWS) * samples), what
-    moved = float_error * steps + rounding * RATE * steps
-    for mine, theirs in zip(ours["weights"], expected["weights"], strict=True):
-        assert mine["head.weight"] == mine["embed.weight"], what
-        check_weights(mine, theirs, moved)
+    case = cases_of(strategy)[name]
+    precision = case.get("precision", "no")
+    expected = twin(strategy, name, precision)
+    meshes.check_run(ours, expected, case, float_error)
+    if precision != "no":
+        exact = twin(strategy, name, "no")
+        assert ours["losses"] != pytest.approx(exact["losses"], abs=1e-5)
+    if "outputs" in ours:
+        meshes.check_weights({"": ours["outputs"]}, {"": expected["outputs"]}, 16 * float_error)
+        assert ours["parameters"] < expected["parameters"], "each rank has a part of the model"
 
 
 # On a busy machine four ranks share less than one core: the deadline is that of ``run_ranks``.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "strategy", with_long_ones({name: row[0] for name, row in STRATEGIES.items() if row[0] < 8})
+    ("strategy", "name"),
+    [
+        pytest.param(
+            strategy,
+            name,
+            marks=[pytest.mark.long] if ranks == 4 and kind_of(strategy) != "whole" else [],
+        )
+        for strategy, (ranks, _, _) in STRATEGIES.items()
+        if ranks < 8
+        for name in cases_of(strategy)
+    ],
 )
-def test_a_strategy_equals_one_process(strategy):
+def test_a_strategy_equals_one_process(strategy, name):
     skip_unless_it_runs(strategy)
-    for of_rank in trained(STRATEGIES[strategy][0]):
-        for precision, ours in of_rank[strategy].items():
-            check(strategy, precision, ours, FLOAT_ERROR)
+    for of_rank in trained(STRATEGIES[strategy][0], kind_of(strategy)):
+        check(strategy, name, of_rank[strategy][name])

@@ -1,9 +1,10 @@
 """How a model gets from where the user made it to parts on every rank: memory, types, what is read.
 
-Tolerances are those of ``meshes``, and in bf16 those of ``test_matrix``.
+Tolerances are those of ``meshes``.
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -13,26 +14,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.models import has_parts
+from tests.training import meshes
 from tests.training.harness import run_ranks
-from tests.training.meshes import (
-    Tiny,
-    accelerator_for,
-    blocks,
-    check_run,
-    check_weights,
-    data,
-    loss_of,
-    plugin,
-    train,
-    train_decoder,
-    twin,
-)
-from tests.training.scripts.parts import bert, gpt2
+from tests.training.scripts.parts import bert, gpt2, llama
 
 ROUNDING = 2.0**-8  # of bf16
 
 
-class Immovable(Tiny):
+class Immovable(meshes.Tiny):
     """A model for which no device has room."""
 
     def to(self, *args, **kwargs):
@@ -53,20 +42,20 @@ def fill_empty_blocks():
         for values in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             nn.init.ones_(values)
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(param_init_fn=fill))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=meshes.blocks(param_init_fn=fill))
     with torch.device("meta"):
-        model = Tiny()
+        model = meshes.Tiny()
     accelerator.prepare(model)
     return seen
 
 
 def spread_what_no_device_holds():
-    model = Accelerator(cpu=True, fsdp_plugin=blocks()).prepare(Immovable())
+    model = Accelerator(cpu=True, fsdp_plugin=meshes.blocks()).prepare(Immovable())
     return fill_empty_blocks(), len(names_in_parts(model)), len(dict(model.named_parameters()))
 
 
 def test_a_device_has_to_hold_its_shards_and_one_whole_block():
-    of_block = dict(Tiny().blocks[0].named_parameters())
+    of_block = dict(meshes.Tiny().blocks[0].named_parameters())
     first, second = ({f"blocks.{block}.{name}" for name in of_block} for block in (0, 1))
     for seen, in_parts, weights in run_ranks(spread_what_no_device_holds, 2):
         assert in_parts == weights
@@ -76,70 +65,43 @@ def test_a_device_has_to_hold_its_shards_and_one_whole_block():
             assert parts == known.get(name[: len("blocks.0")], first | second), name
 
 
-def train_rough(kind):
-    """Three steps, each too small for a weight of 16 bits, of a model that was read in 16 bits."""
-    precision = "no" if kind == "no precision" else "bf16"
-    plan = {"fsdp_plugin": blocks()}
-    accelerator = (
-        accelerator_for("fsdp x tensor", mixed_precision=precision)
-        if kind == "divided"
-        else Accelerator(cpu=True, mixed_precision=precision, **plan)
-    )
-    model, optimizer = rough(kind)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    mine = share(accelerator)
-    for _ in range(3):
-        loss = accelerator.forward_backward(model, *mine, loss_of)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = accelerator.get_state_dict(model)
-    return {
-        "loss": float(accelerator.reduce(loss, "mean")),
-        "types": {str(value.dtype) for name, value in state.items() if "scale" not in name},
-        "frozen": str(state["blocks.1.up.weight"].dtype),
-        "weights": {name: value.tolist() for name, value in state.items()},
-    }
-
-
-def rough(kind):
-    torch.manual_seed(3)
-    model = Tiny().bfloat16()
-    model.blocks[1].up.requires_grad_(kind != "frozen")
+def rough(dtype=torch.bfloat16, frozen=False):
+    """A model that was read in 16 bits, whose steps are each too small for a weight of 16 bits."""
+    model = meshes.Tiny().bfloat16().to(dtype)
+    model.blocks[1].up.requires_grad_(not frozen)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     return model, torch.optim.SGD(weights, lr=1e-3)
 
 
-def share(accelerator):
-    """This rank's samples, of two shares."""
-    own = accelerator._strategy.data_group.index
-    inputs, targets = data(4).tensors
-    return inputs[2 * own : 2 * own + 2], targets[2 * own : 2 * own + 2]
+def types(model):
+    return {
+        "types": {str(weight.dtype) for weight in model.parameters()},
+        "frozen": str(model.blocks[1].up.weight.dtype),
+    }
 
 
-def rough_twin():
-    """One process that steps in float32, and rounds to bf16 what it computes with."""
-
-    def make_whole():
-        model = rough("whole")[0].float()
-        return model, torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    found = twin(2, {"make": make_whole, "samples": 4, "precision": "bf16", "windows": [1, 1, 1]})
-    return found["losses"][-1], found["weights"]
+ROUGH = {"make": rough, "samples": 8, "look": types}
+READ = {
+    "whole": {**ROUGH, "precision": "bf16"},
+    "frozen": {**ROUGH, "precision": "bf16", "make": partial(rough, frozen=True)},
+    "no precision": ROUGH,
+}
 
 
-def train_all_rough(kinds):
-    return {kind: train_rough(kind) for kind in kinds}
+def train_read(layout, names):
+    return {name: meshes.train(layout, READ[name]) for name in names}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "whole"), (4, "divided")])
-def test_weights_that_were_read_in_16_bits_are_stepped_in_32(ranks, kind):
-    loss, weights = rough_twin()
-    start = {name: value.float() for name, value in rough("whole")[0].state_dict().items()}
-    for result in run_ranks(train_all_rough, ranks, [kind]):
-        ours = result[kind]
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "fsdp, blocks"), (4, "fsdp x tensor")])
+def test_weights_that_were_read_in_16_bits_are_stepped_in_32(ranks, layout):
+    # One process that steps in float32, and rounds to bf16 what it computes with.
+    alone = {**READ["whole"], "make": partial(rough, torch.float32)}
+    start, expected = meshes.make(alone)[0].state_dict(), meshes.twin(2, alone)
+    for result in run_ranks(train_read, ranks, layout, ["whole"]):
+        ours = result["whole"]
         assert ours["types"] == {"torch.float32"}
-        assert ours["loss"] == pytest.approx(loss, abs=8 * ROUNDING)
-        for name, value in weights.items():
+        assert ours["losses"] == pytest.approx(expected["losses"], abs=8 * ROUNDING)
+        for name, value in expected["weights"].items():
             moved = (torch.tensor(value) - start[name]).abs().max()
             mine = torch.tensor(ours["weights"][name])
             # Of the path, not of the weight: in 16 bits nothing would have moved.
@@ -147,7 +109,7 @@ def test_weights_that_were_read_in_16_bits_are_stepped_in_32(ranks, kind):
 
 
 def test_what_does_not_train_and_plain_training_keep_their_16_bits():
-    for result in run_ranks(train_all_rough, 2, ["frozen", "no precision"]):
+    for result in run_ranks(train_read, 2, "fsdp, blocks", ["frozen", "no precision"]):
         assert result["frozen"]["frozen"] == "torch.bfloat16"
         assert result["frozen"]["types"] == {"torch.bfloat16", "torch.float32"}
         assert result["no precision"]["types"] == {"torch.bfloat16"}
@@ -170,17 +132,17 @@ CASE = {"accumulate": 2, "clip": 0.05, "whole": True}
 DIVIDED = {**CASE, "divide": divide, "look": dimensions}
 
 
-def divide_and_train_all(meshes):
-    return {mesh: train(mesh, DIVIDED) for mesh in meshes}
+def divide_and_train_all(layouts):
+    return {mesh: meshes.train(mesh, DIVIDED) for mesh in layouts}
 
 
 def test_layers_that_were_divided_before_are_sharded_too():
-    expected = twin(2, CASE)
+    expected = meshes.twin(2, CASE)
     along = {"fsdp x tensor": {"dp_shard", "tp"}, "replicas x tensor": {"dp_replicate", "tp"}}
     for result in run_ranks(divide_and_train_all, 4, list(along)):
         for mesh, ours in result.items():
             assert set(ours["along"]) >= along[mesh]
-            check_run(ours, expected, CASE)
+            meshes.check_run(ours, expected, CASE)
 
 
 def read_on_rank_0(folder):
@@ -189,7 +151,7 @@ def read_on_rank_0(folder):
     from transformers.integrations import is_fsdp_enabled
 
     before = {name: text for name, text in os.environ.items() if "FSDP" in name}
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(cpu_ram_efficient_loading=True))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=meshes.plugin(cpu_ram_efficient_loading=True))
     is_told = is_fsdp_enabled()
     model = BertModel.from_pretrained(folder)
     if not accelerator.is_main_process:  # what this rank need not have read
@@ -234,11 +196,10 @@ def train_adapters(folder, again):
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     torch.manual_seed(5)
     model = get_peft_model(gpt2(), config)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(activation_checkpointing=again))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=meshes.plugin(activation_checkpointing=again))
     accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=1.0)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=1.0))
     ids = torch.randint(1, 20, (4, 5), generator=torch.Generator().manual_seed(1))
     size = 4 // accelerator.num_processes
     mine = ids[accelerator.process_index * size :][:size]
@@ -289,20 +250,16 @@ def train_read_in_parts(folder, tp_size):
     asked = {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
     model = transformers.LlamaForCausalLM.from_pretrained(folder, **asked)
     divided = has_parts(model.parameters())
-    return {**train_decoder(accelerator, model), "divided": divided}
+    return {**meshes.train_decoder(accelerator, model), "divided": divided}
 
 
 def test_a_model_that_transformers_divides_as_it_reads_it_is_taken_as_it_is(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-    config = transformers.LlamaConfig(**sizes, **heads)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    pytest.importorskip("transformers")
+    llama().save_pretrained(tmp_path)
     imports = ("transformers.models.llama.modeling_llama",)
     (whole,) = run_ranks(train_read_in_parts, 1, str(tmp_path), 1, imports=imports)
     for ours in run_ranks(train_read_in_parts, 2, str(tmp_path), 2, imports=imports):
         assert ours["divided"]
         assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-5)
         assert ours["norms"] == pytest.approx(whole["norms"], rel=1e-4)
-        check_weights(ours["weights"], whole["weights"], 1e-4)
+        meshes.check_weights(ours["weights"], whole["weights"], 1e-4)
