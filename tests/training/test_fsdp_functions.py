@@ -1,28 +1,43 @@
 """Accelerate's functions for weights in parts: saved and loaded by hand."""
 
+import os
+
 import accelerate
 import accelerate.utils as peer
 import pytest
 import torch
 
 from notebook_accel import Accelerator, utils
-from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, blocks, data, loss_of, make, weights_of
+from tests.training import meshes
+from tests.training.harness import on_ranks
 
 KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
 
-def save_and_load(folder):
+def are_close(one, other):
+    """Up to the order in which an optimizer computes its step, which is not a checkpoint's."""
+    pairs = [(torch.tensor(value), torch.tensor(other[name])) for name, value in one.items()]
+    return all(torch.allclose(*pair, atol=meshes.FLOAT_ERROR) for pair in pairs)
+
+
+@on_ranks(2)
+def test_weights_in_parts_are_saved_and_loaded_by_hand(tmp_path):
     """Whatever is written is read back, and training goes on with it as it would have."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
+    accelerator = Accelerator(cpu=True, fsdp_plugin=meshes.blocks())
     plugin = accelerator.state.fsdp_plugin
-    model, optimizer = accelerator.prepare(*make({}))
+    model, optimizer = accelerator.prepare(*meshes.make({}))
 
     def train():
-        accelerator.forward_backward(model, *data(4).tensors, loss_of)
+        inputs, targets = meshes.data(4).tensors
+        accelerator.forward_backward(model, inputs, targets, meshes.loss_of)
         optimizer.step()
         optimizer.zero_grad()
-        return weights_of(accelerator, model)
+        return meshes.weights_of(accelerator, model)
+
+    def check_model(load, plugin, place, *args, **options):
+        spoil()
+        load(plugin, accelerator, model, f"{tmp_path}/{place}", *args, **options)
+        assert meshes.weights_of(accelerator, model) == before
 
     def spoil():
         with torch.no_grad():
@@ -33,60 +48,35 @@ def save_and_load(folder):
     before = train()
     accelerate.PartialState(cpu=True)  # for its logger
     theirs = peer.FullyShardedDataParallelPlugin(fsdp_version=2)
-    peer.save_fsdp_model(theirs, accelerator, model, f"{folder}/theirs")
+    peer.save_fsdp_model(theirs, accelerator, model, f"{tmp_path}/theirs")
     for kind in KINDS:
         plugin.set_state_dict_type(kind)
         for _ in range(2):  # over what is there
-            utils.save_fsdp_model(plugin, accelerator, model, f"{folder}/{kind}/a")
-        utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, f"{folder}/{kind}/a")
-        utils.save_fsdp_model(plugin, accelerator, model, f"{folder}/{kind}/b", 1, use_dcp=False)
-    accelerator.save_state(f"{folder}/whole")
-    accelerator.save_state(f"{folder}/not_safe", safe_serialization=False)
+            utils.save_fsdp_model(plugin, accelerator, model, f"{tmp_path}/{kind}/a")
+        utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, f"{tmp_path}/{kind}/a")
+        utils.save_fsdp_model(plugin, accelerator, model, f"{tmp_path}/{kind}/b", 1, use_dcp=False)
+    accelerator.save_state(f"{tmp_path}/whole")
+    accelerator.save_state(f"{tmp_path}/not_safe", safe_serialization=False)
     after = train()
     for kind in KINDS:
         plugin.set_state_dict_type(kind)
-        spoil()
-        utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/{kind}/b", 1, use_dcp=False)
-        assert weights_of(accelerator, model) == before
-        spoil()
-        place = f"{folder}/{kind}/a"
-        parts = f"{place}/pytorch_model_fsdp_0" if kind == KINDS[0] else place
-        utils.load_fsdp_model(plugin, accelerator, model, parts)
+        check_model(utils.load_fsdp_model, plugin, f"{kind}/b", 1, use_dcp=False)
+        parts = "/pytorch_model_fsdp_0" if kind == KINDS[0] else ""
+        check_model(utils.load_fsdp_model, plugin, f"{kind}/a{parts}")
+        place = f"{tmp_path}/{kind}/a"
         utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, place)
         assert are_close(train(), after)
-    spoil()
-    utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/whole")
-    assert weights_of(accelerator, model) == before
-    spoil()
-    utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/not_safe")
-    assert weights_of(accelerator, model) == before
-    spoil()
-    plugin.set_state_dict_type(KINDS[0])
-    utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/theirs")
-    assert weights_of(accelerator, model) == before
-    spoil()
+    for place in ("whole", "not_safe"):
+        check_model(utils.load_fsdp_model, plugin, place)
     theirs.set_state_dict_type("FULL_STATE_DICT")
-    peer.load_fsdp_model(theirs, accelerator, model, f"{folder}/FULL_STATE_DICT/a")
-    assert weights_of(accelerator, model) == before
-    plugin.set_state_dict_type("FULL_STATE_DICT")
+    check_model(peer.load_fsdp_model, theirs, "FULL_STATE_DICT/a")
     with pytest.raises(FileNotFoundError, match=r"pytorch_model_fsdp_3\.bin is not in"):
-        utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/whole", 3)
-
-
-def are_close(one, other):
-    """Up to the order in which an optimizer computes its step, which is not a checkpoint's."""
-    pairs = [(torch.tensor(value), torch.tensor(other[name])) for name, value in one.items()]
-    return all(torch.allclose(*pair, atol=FLOAT_ERROR) for pair in pairs)
-
-
-def test_weights_in_parts_are_saved_and_loaded_by_hand(tmp_path):
-    run_ranks(save_and_load, 2, str(tmp_path))
-    for kind, names in zip(
-        KINDS,
-        ({"pytorch_model_fsdp_0", "optimizer_0"}, {"pytorch_model_fsdp.bin", "optimizer.bin"}),
-        strict=True,
-    ):
-        assert {path.name for path in (tmp_path / kind / "a").iterdir()} == names
+        utils.load_fsdp_model(plugin, accelerator, model, f"{tmp_path}/whole", 3)
+    plugin.set_state_dict_type(KINDS[0])
+    check_model(utils.load_fsdp_model, plugin, "theirs")
+    in_parts, whole = (set(os.listdir(tmp_path / kind / "a")) for kind in KINDS)
+    assert in_parts == {"pytorch_model_fsdp_0", "optimizer_0"}
+    assert whole == {"pytorch_model_fsdp.bin", "optimizer.bin"}
 
 
 class Adapted(torch.nn.Linear):

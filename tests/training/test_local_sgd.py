@@ -20,8 +20,7 @@ def train_by(accelerator, *, num_batches=5, **settings):
     """The weight after each batch, and after the block."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     x = torch.tensor([[1.0 + 2 * accelerator.process_index]])
     weights = []
     with LocalSGD(accelerator, model, **settings) as local:

@@ -37,15 +37,22 @@ def make_by_torch():
     dist.init_process_group("gloo")
 
 
+def listens_on():
+    """The addresses on which this process listens: of stores, and of gloo."""
+    found = psutil.Process().net_connections("inet")
+    return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
+
+
 def remake(folder, times, make=make_ours):
     """Make and destroy a group; one rank is always early for the next, in turn."""
     rank = int(os.environ["RANK"])
-    sums = []
+    sums, addresses = [], set()
     for number in range(times):
         make()
         total = torch.tensor(float(rank + number))
         dist.all_reduce(total)
         sums.append(total.item())
+        addresses |= listens_on()
         Path(folder, f"read-{number}-{rank}").touch()
         await_files(folder, f"read-{number}-0", f"read-{number}-1")
         if rank == number % 2:
@@ -55,26 +62,29 @@ def remake(folder, times, make=make_ours):
         dist.destroy_process_group()
         forget_states()
         Path(folder, f"left-{number}-{rank}").touch()
-    return sums
+    return {"sums": sums, "addresses": addresses}
+
+
+TIMES = 30
+REMADE = {"sums": [2.0 * number + 1 for number in range(TIMES)], "addresses": {"127.0.0.1"}}
 
 
 def test_a_group_that_is_made_again_never_meets_the_old_store(tmp_path):
-    times = 30
-    expected = [2.0 * number + 1 for number in range(times)]
-    made = run_ranks(remake_at, 2, free_port(), str(tmp_path), times, timeout=100)
-    assert made == [expected] * 2
+    made = run_ranks(remake_at, 2, free_port(), str(tmp_path), timeout=100)
+    assert made == [REMADE] * 2
 
 
-def remake_at(port, folder, times):
+def remake_at(port, folder):
     dist.destroy_process_group()
+    del os.environ["GLOO_SOCKET_IFNAME"]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return remake(folder, times)
+    return remake(folder, TIMES)
 
 
 @pytest.mark.parametrize("make", [make_ours, make_by_torch])
 def test_so_it_is_in_ranks_of_ours(tmp_path, make):
-    run = notebook_launcher(remake, (str(tmp_path), 30, make), 2, view="none")
-    assert list(run) == [[2.0 * number + 1 for number in range(30)]] * 2
+    run = notebook_launcher(remake, (str(tmp_path), TIMES, make), 2, view="none")
+    assert list(run) == [REMADE] * 2
 
 
 def ports_of_the_run():
@@ -164,11 +174,7 @@ def plain(folder):
         total = torch.tensor(float(rank))
         dist.all_reduce(total)
         sums.append(total.item())
-        addresses |= {
-            connection.laddr.ip
-            for connection in psutil.Process().net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        }
+        addresses |= listens_on()
         Path(folder, f"{number}-{rank}").touch()
         await_files(folder, f"{number}-0", f"{number}-1")
         dist.destroy_process_group()
@@ -224,6 +230,7 @@ def drops_its_model_last():
     for _ in range(20):
         accelerator.gather(torch.ones(1000))
     accelerator.state.destroy_process_group()
+    assert accelerator.num_processes == 2, "what was known stays"
     del model
 
 
@@ -234,9 +241,8 @@ def test_a_model_may_outlive_its_group():
 
 def test_plain_functions_make_and_destroy_groups_by_master_port(tmp_path):
     run = notebook_launcher(plain, (str(tmp_path),), 2, view="none")
-    assert [found["sums"] for found in run] == [[1.0] * 6] * 2
     # Torch's own store would listen on all interfaces.
-    assert run[0]["addresses"] == {"127.0.0.1"}
+    assert list(run) == [{"sums": [1.0] * 6, "addresses": {"127.0.0.1"}}] * 2
 
 
 def test_a_port_that_the_user_chose_serves_launch_after_launch():

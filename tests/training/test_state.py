@@ -1,15 +1,11 @@
 """Where a rank stands: states that are views, groups that stay on this machine, rank by rank."""
 
-import os
 import pickle
 import socket
 import time
 import warnings
-from datetime import timedelta
-from pathlib import Path
 
 import accelerate
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,56 +24,8 @@ from notebook_accel import (
 from notebook_accel.training.processes import devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.strategies.compiling import DynamoBackend
-from tests.training.harness import run_ranks
+from tests.training.harness import on_ranks, run_ranks
 from tests.training.single import forget_states
-from tests.waiting import eventually
-
-
-def meet(port, folder):
-    """Make a group of our own, twice in a row, and look at what listens."""
-    dist.destroy_process_group()
-    os.environ.pop("GLOO_SOCKET_IFNAME")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    sums, addresses = [], set()
-    for number in range(2):
-        state = PartialState(cpu=True, timeout=timedelta(seconds=30))
-        total = torch.ones(())
-        dist.all_reduce(total)
-        sums.append(total.item())
-        addresses |= {c.laddr.ip for c in listening()}
-        num_listening = len(listening())
-        # Whoever leaves while the other still reads resets its connection.
-        Path(folder, f"{number}-{state.process_index}").touch()
-        theirs = Path(folder, f"{number}-{1 - state.process_index}")
-        eventually(theirs.exists, within=30, what="the other has read")
-        state.destroy_process_group()
-        assert not dist.is_initialized()
-    # What was known stays, and nothing reaches for the others any more.
-    return {
-        "sums": sums,
-        "addresses": addresses,
-        "num_listening": num_listening,
-        "index": state.process_index,
-        "interface": os.environ["GLOO_SOCKET_IFNAME"],
-    }
-
-
-def listening():
-    found = psutil.Process().net_connections(kind="inet")
-    return [connection for connection in found if connection.status == psutil.CONN_LISTEN]
-
-
-def test_our_groups_listen_on_the_loopback_interface_alone(tmp_path):
-    with socket.socket() as held:
-        # As the launcher's agent does: bound, not listening, so that nobody else takes it.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        found = run_ranks(meet, 2, held.getsockname()[1], str(tmp_path))
-    assert [one["sums"] for one in found] == [[2.0, 2.0]] * 2
-    assert all(one["num_listening"] for one in found), "gloo listens: else nothing was seen"
-    assert {address for one in found for address in one["addresses"]} == {"127.0.0.1"}
-    assert [one["index"] for one in found] == [0, 1]
-    assert {one["interface"] for one in found} == {"lo"}
 
 
 def test_a_port_that_another_program_has_is_named(monkeypatch):
@@ -98,7 +46,8 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
         PartialState(cpu=True)
 
 
-def use_the_users_group():
+@on_ranks(2)
+def test_a_group_of_the_user_is_used_and_left_alone():
     before = dist.group.WORLD
     accelerator = Accelerator(cpu=True)
     close_process_group()
@@ -106,64 +55,43 @@ def use_the_users_group():
     accelerator.state.destroy_process_group(pair)
     with pytest.raises(ValueError, match="group"):
         dist.get_backend(pair)
-    return {
-        "same": dist.group.WORLD is before,
-        "ranks": (accelerator.num_processes, accelerator.process_index),
-        "type": str(accelerator.distributed_type),
-        "backend": PartialState().backend,
-    }
-
-
-def test_a_group_of_the_user_is_used_and_left_alone():
-    found = run_ranks(use_the_users_group, 2)
-    assert found == [
-        {"same": True, "ranks": (2, index), "type": "MULTI_CPU", "backend": "gloo"}
-        for index in (0, 1)
-    ]
+    assert dist.group.WORLD is before
+    assert (accelerator.num_processes, accelerator.process_index) == (2, dist.get_rank())
+    assert accelerator.distributed_type == "MULTI_CPU"
+    assert PartialState().backend == "gloo"
 
 
 def act_by_rank():
-    """Everything that differs from rank to rank."""
+    """Everything that differs from rank to rank; return when this one entered a block."""
     state = PartialState(cpu=True)
     me = state.process_index
-    entered = {}
     with state.main_process_first():
         if me == 0:
             time.sleep(0.2)
-        entered["main"] = time.monotonic()
+        entered = time.monotonic()
     with state.local_main_process_first():
-        entered["local"] = time.monotonic()
+        pass
 
     @state.on_process(process_index=1)
     def on_one():
         return me
 
-    parts = []
-    for pad in (False, True):
+    by_first = [state.on_main_process(lambda: me)(), state.on_local_main_process(lambda: me)()]
+    by_second = [on_one(), state.on_last_process(lambda: me)()]
+    by_second.append(state.on_local_process(lambda: me, local_process_index=1)())
+    assert by_first == [None if me else 0] * 2
+    assert by_second == [me or None] * 3
+    flags = (state.is_main_process, state.is_local_main_process, state.is_last_process)
+    assert flags == (not me, not me, bool(me))
+    for pad, expected in ((False, [3]), (True, [3, 3])):
         with state.split_between_processes([1, 2, 3], apply_padding=pad) as part:
-            parts.append(part)
-    return {
-        "entered": entered,
-        "flags": (state.is_main_process, state.is_local_main_process, state.is_last_process),
-        "main": state.on_main_process(lambda: me)(),
-        "local main": state.on_local_main_process(lambda: me)(),
-        "last": state.on_last_process(lambda: me)(),
-        "one": on_one(),
-        "local one": state.on_local_process(lambda: me, local_process_index=1)(),
-        "parts": parts,
-    }
+            assert part == (expected if me else [1, 2])
+    return entered
 
 
 def test_what_ranks_do_by_their_number():
     first, second = run_ranks(act_by_rank, 2)
-    assert first["entered"]["main"] < second["entered"]["main"]
-    assert (first["flags"], second["flags"]) == ((True, True, False), (False, False, True))
-    only = {"main": 0, "local main": 0, "last": 1, "one": 1, "local one": 1}
-    for name, owner in only.items():
-        assert [first[name], second[name]] == [
-            index if index == owner else None for index in (0, 1)
-        ]
-    assert (first["parts"], second["parts"]) == ([[1, 2], [1, 2]], [[3], [3, 3]])
+    assert first < second
 
 
 def test_states_made_twice_show_the_same():
@@ -313,10 +241,3 @@ def test_a_rank_stays_near_its_device_if_it_is_asked_to(asked, monkeypatch):
     monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device("meta", 1))
     assert PartialState().device.index == 1
     assert near == [1] * (asked == "true")
-
-
-@pytest.mark.gpu
-def test_one_process_takes_the_first_gpu():
-    accelerator = Accelerator()
-    assert accelerator.device == torch.device("cuda", 0)
-    assert torch.ones(1, device="cuda").device == accelerator.device

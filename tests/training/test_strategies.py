@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
-from tests.training.harness import run_ranks
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, gather_object
+from tests.training.harness import on_ranks, run_ranks
 
 
 class TwoInputs(nn.Module):
@@ -20,7 +20,7 @@ class TwoInputs(nn.Module):
         return self.layer(left + right)
 
 
-def train(whole, form, precision):
+def train(whole, precision):
     """A loop on ``forward_backward``, or the same in the three steps that it stands for."""
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
@@ -29,17 +29,15 @@ def train(whole, form, precision):
     loader = DataLoader(torch.randn(12, 3), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
-    for batch in loader:
+    for number, batch in enumerate(loader):
+        left, right, targets = batch[:, :2], batch[:, 1:], batch[:, :1]
         with accelerator.accumulate(model):
-            inputs = (batch[:, :2], batch[:, 1:])
-            inputs = dict(zip(("left", "right"), inputs, strict=True)) if form == "keys" else inputs
-            targets = batch[:, :1]
             if whole:
+                inputs = (left, right) if number % 2 else {"left": left, "right": right}
                 loss = accelerator.forward_backward(model, inputs, targets, nn.functional.mse_loss)
                 assert not loss.requires_grad
             else:
-                outputs = model(**inputs) if form == "keys" else model(*inputs)
-                loss = nn.functional.mse_loss(outputs, targets)
+                loss = nn.functional.mse_loss(model(left, right), targets)
                 accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -47,25 +45,11 @@ def train(whole, form, precision):
     return {"losses": losses, "weights": [p.tolist() for p in model.parameters()]}
 
 
-@pytest.mark.parametrize(
-    ("form", "precision"), [("tuple", "no"), ("keys", "bf16"), ("keys", "fp16")]
-)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_forward_backward_is_its_three_steps(ranks, form, precision):
-    at_once = run_ranks(train, ranks, True, form, precision)
-    in_steps = run_ranks(train, ranks, False, form, precision)
-    assert at_once == in_steps
+@pytest.mark.parametrize(("ranks", "precision"), [(1, "no"), (1, "bf16"), (2, "fp16")])
+def test_forward_backward_is_its_three_steps(ranks, precision):
+    at_once = run_ranks(train, ranks, True, precision)
+    assert at_once == run_ranks(train, ranks, False, precision)
     assert len({tuple(result["losses"]) for result in at_once}) == ranks
-
-
-def test_one_argument_is_the_input():
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(2, 1))
-    loss = accelerator.forward_backward(
-        model, torch.ones(3, 2), torch.zeros(3, 1), nn.functional.mse_loss
-    )
-    assert loss.ndim == 0
-    assert model.weight.grad is not None
 
 
 def test_a_model_given_twice_is_prepared_once():
@@ -113,7 +97,8 @@ def test_weights_may_be_thawed_and_frozen_after_prepare(sharded):
             assert ours == pytest.approx(expected, abs=1e-6)
 
 
-def thaw_all():
+@on_ranks(2)
+def test_a_model_of_which_nothing_trained_as_it_was_prepared_is_told():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1).requires_grad_(False))
     with warnings.catch_warnings(record=True) as told:
@@ -121,46 +106,38 @@ def thaw_all():
         model(torch.ones(1, 2))
         model.requires_grad_(True)
         model(torch.ones(1, 2))
-    return [str(each.message) for each in told if "exchange its gradients" in str(each.message)]
+    about = [one for one in told if "exchange its gradients" in str(one.message)]
+    assert len(about) == accelerator.is_main_process
 
 
-def test_a_model_of_which_nothing_trained_as_it_was_prepared_is_told():
-    first, *_ = run_ranks(thaw_all, 2)
-    assert len(first) == 1
-
-
-def thaw_and_grow():
+@pytest.mark.parametrize(
+    "way", ["thawed", "by its wrapper", "frozen", "none before", "grown", "resized"]
+)
+@on_ranks(2)
+def test_weights_that_train_since_a_second_prepare_are_exchanged(way):
     """Each way to change which weights train, a second ``prepare``, and a step."""
     accelerator = Accelerator(cpu=True)
-    made = {}
-    for name in ("thawed", "by its wrapper", "frozen", "none before", "grown", "resized"):
-        torch.manual_seed(1)
-        inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        inner[0].requires_grad_(name == "frozen")
-        inner[1].requires_grad_(name != "none before")
-        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-        before, optimizer = accelerator.prepare(inner, optimizer)
-        inner.requires_grad_(True)
-        if name == "frozen":
-            inner[0].requires_grad_(False)
-        elif name == "resized":  # as Transformers does it, after a backward
-            accelerator.backward(before(torch.ones(1, 2)).sum())
-            optimizer.zero_grad()
-            inner[1].weight.data, inner[1].bias.data = torch.ones(3, 2), torch.ones(3)
-        elif name == "grown":
-            inner.append(nn.Linear(2, 1))
-            optimizer.add_param_group({"params": list(inner[2].parameters())})
-        model = accelerator.prepare(before if name == "by its wrapper" else inner)
-        for _ in range(2):
-            inputs = torch.full((1, 2), 1.0 + accelerator.process_index)
-            accelerator.backward(model(inputs).square().sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        made[name] = [p.tolist() for p in inner.parameters()]
-    return made
-
-
-def test_weights_that_train_since_a_second_prepare_are_exchanged():
-    first, second = run_ranks(thaw_and_grow, 2)
-    for name, weights in first.items():
-        assert weights == second[name], name
+    torch.manual_seed(1)
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    inner[0].requires_grad_(way == "frozen")
+    inner[1].requires_grad_(way != "none before")
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    before, optimizer = accelerator.prepare(inner, optimizer)
+    inner.requires_grad_(True)
+    if way == "frozen":
+        inner[0].requires_grad_(False)
+    elif way == "resized":  # as Transformers does it, after a backward
+        accelerator.backward(before(torch.ones(1, 2)).sum())
+        optimizer.zero_grad()
+        inner[1].weight.data, inner[1].bias.data = torch.ones(3, 2), torch.ones(3)
+    elif way == "grown":
+        inner.append(nn.Linear(2, 1))
+        optimizer.add_param_group({"params": list(inner[2].parameters())})
+    model = accelerator.prepare(before if way == "by its wrapper" else inner)
+    for _ in range(2):
+        inputs = torch.full((1, 2), 1.0 + accelerator.process_index)
+        accelerator.backward(model(inputs).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    one, other = gather_object([[weight.tolist() for weight in inner.parameters()]])
+    assert one == other
