@@ -2,8 +2,10 @@
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
+import torch
 
 from notebook_accel import (
     Accelerator,
@@ -15,8 +17,6 @@ from notebook_accel.launch import rank_environment
 
 
 def _save_in_background(folder):
-    import torch
-
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(
             fsdp_version=2, state_dict_type="SHARDED_STATE_DICT"
@@ -41,10 +41,6 @@ def test_a_sharded_checkpoint_written_in_the_background_uses_the_ranks_own_devic
 
 
 def _meet_late():
-    from datetime import timedelta
-
-    import torch
-
     from notebook_accel.training.processes import process_group
 
     process_group._STORE_TIMEOUT = timedelta(seconds=2)

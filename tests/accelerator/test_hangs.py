@@ -3,8 +3,11 @@
 import linecache
 import re
 import time
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from notebook_accel import Accelerator, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
@@ -18,9 +21,6 @@ _SECONDS = 15.0
 
 
 def _reads():
-    import torch
-    import torch.distributed as dist
-
     accelerator = _begin()
     total = torch.ones(3, device=accelerator.device)
     if accelerator.is_main_process:
@@ -30,8 +30,6 @@ def _reads():
 
 
 def _gathers():
-    import torch
-
     accelerator = _begin()
     if accelerator.is_main_process:
         accelerator.gather_for_metrics(torch.ones(4, device=accelerator.device))  # alone
@@ -40,9 +38,6 @@ def _gathers():
 
 
 def _loads():
-    import torch
-    import torch.distributed as dist
-
     accelerator = _begin()
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(64, 3), batch_size=4))
     if accelerator.is_main_process:
@@ -53,9 +48,6 @@ def _loads():
 
 
 def _crosses():
-    import torch
-    import torch.distributed as dist
-
     accelerator = _begin()
     total = torch.ones(2, device=accelerator.device)
     if accelerator.is_main_process:
@@ -68,9 +60,6 @@ def _crosses():
 
 
 def _receives():
-    import torch
-    import torch.distributed as dist
-
     accelerator = _begin()
     got = torch.ones(3, device=accelerator.device)
     dist.recv(got, src=1 - accelerator.process_index)  # nobody sends
@@ -78,8 +67,6 @@ def _receives():
 
 
 def _leaves(strategy):
-    import torch
-
     from notebook_accel import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp" else None
@@ -98,9 +85,6 @@ def _leaves(strategy):
 
 
 def _begin(**options):
-    import torch
-    import torch.distributed as dist
-
     accelerator = Accelerator(**options)
     dist.all_reduce(torch.ones(1, device=accelerator.device))
     torch.accelerator.synchronize()
@@ -168,11 +152,6 @@ def test_a_hang_on_a_device_names_the_line_that_began_it(name, hangs):
 
 
 def _times_out():
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
     from notebook_accel import InitProcessGroupKwargs
 
     accelerator = _begin(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=3))])

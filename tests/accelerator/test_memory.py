@@ -1,6 +1,7 @@
 """How much of a device's memory a sharded model takes while it is prepared, saved and loaded."""
 
 import pytest
+import torch
 
 from notebook_accel import (
     Accelerator,
@@ -15,8 +16,6 @@ _GOAL = 0.6
 
 
 def _model(*, tied=False):
-    import torch
-
     layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(20)]
     if tied:
         layers[1].weight = layers[0].weight
@@ -32,8 +31,6 @@ def _accelerator(**plugin):
 
 
 def _peak(call):
-    import torch
-
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
@@ -43,8 +40,6 @@ def _peak(call):
 
 
 def _peak_of_prepare(how):
-    import torch
-
     accelerator = _accelerator(cpu_offload=how == "offload")
     with torch.device("meta" if how == "meta" else "cpu"):
         model = _model(tied=how == "tied")
@@ -71,8 +66,6 @@ def test_prepare_never_holds_the_whole_model_on_a_device(how):
 
 
 def _peak_by_mesh(kind):
-    import torch
-
     plan = {str(number): "rowwise" if number % 2 else "colwise" for number in range(20)}
     config = ParallelismConfig(tp_size=2, tp_plan=plan) if kind == "tensor" else None
     config = config or ParallelismConfig(pp_size=2, num_microbatches=2)
@@ -90,8 +83,6 @@ def test_other_strategies_take_their_part_of_a_device(kind):
 
 
 def _peaks_of_checkpoints(folder):
-    import torch
-
     accelerator = _accelerator(state_dict_type="SHARDED_STATE_DICT")
     model = _model()
     whole = sum(weight.nbytes for weight in model.parameters())

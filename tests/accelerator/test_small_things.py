@@ -1,8 +1,6 @@
 """Smaller things in which an accelerator differs from the CPU."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,23 +9,6 @@ from notebook_accel import Accelerator, notebook_launcher
 from notebook_accel.training.processes import devices
 
 _KIND = str(torch.accelerator.current_accelerator())
-
-
-def test_a_script_of_torchrun_ends_without_a_warning_of_its_group(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import atexit, torch\nfrom torch.distributed import is_initialized\n"
-        "atexit.register(lambda: print('left open' if is_initialized() else 'closed'))\n"
-        "from notebook_accel import Accelerator\naccelerator = Accelerator()\n"
-        "accelerator.reduce(torch.ones(1, device=accelerator.device))\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    # NCCL's groups warn where they are left open.
-    assert (done.stdout.count("closed"), done.stdout.count("left open")) == (2, 0)
 
 
 def _states():

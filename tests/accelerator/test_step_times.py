@@ -101,8 +101,7 @@ def test_data_that_is_read_while_the_device_computes_is_not_waited_for():
 def fill(megabytes):
     accelerator = Accelerator()
     model = nn.Linear(4000, 4000, bias=False)
-    optimizer = torch.optim.Adam(model.parameters())
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
     kept = [torch.ones(250_000, device=accelerator.device) for _ in range(megabytes)]
     for _ in range(10):
         accelerator.backward(model(torch.ones(1, 4000, device=accelerator.device)).sum())

@@ -10,14 +10,7 @@ import psutil
 import pytest
 import torch
 
-from notebook_accel import (
-    Accelerator,
-    ConfigError,
-    GradScalerKwargs,
-    LaunchConfig,
-    WorkerError,
-    notebook_launcher,
-)
+from notebook_accel import Accelerator, ConfigError, LaunchConfig, WorkerError, notebook_launcher
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
 from tests.launches import call
@@ -29,15 +22,12 @@ def _num_gpus():
     return torch.accelerator.device_count()
 
 
-def _train(steps, *, cpu=False, precision=None):
+def _train(steps):
     """Train a small model on data that depends on nothing but the step; gives what it saw."""
-    # At torch's first scale the first steps overflow and are skipped.
-    scaling = GradScalerKwargs(init_scale=256.0)
-    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[scaling])
+    accelerator = Accelerator()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for step in range(steps):
         inputs = torch.linspace(-1, 1, 32 * 8).reshape(32, 8).roll(step, 0).to(accelerator.device)
@@ -71,24 +61,6 @@ def test_a_kernel_that_uses_its_gpu_launches_again_and_again(kind):
     assert float(ours.sum()) == 1000.0
 
 
-def test_training_on_the_gpu_equals_training_on_the_cpu():
-    gpu = notebook_launcher(_train, (10,), num_processes=1, view="none")
-    cpu = notebook_launcher(_train, (10,), num_processes=1, devices="cpu", view="none")
-    assert cpu[0]["device"] == "cpu"
-    # TF32 is off by default in torch: single precision, another order of sums.
-    assert gpu[0]["losses"] == pytest.approx(cpu[0]["losses"], rel=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains(precision):
-    plain = notebook_launcher(_train, (10,), num_processes=1, view="none")
-    mixed = notebook_launcher(
-        _train, (10,), num_processes=1, mixed_precision=precision, view="none"
-    )
-    # bf16 keeps 8 bits of a number: errors of some 0.4 % in each product.
-    assert mixed[0]["losses"] == pytest.approx(plain[0]["losses"], rel=5e-2)
-
-
 @pytest.mark.real_gpu
 def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo():
     too_many = _num_gpus() + 1
@@ -101,14 +73,12 @@ def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo():
     assert run[0]["losses"] == pytest.approx(run[1]["losses"])
 
 
-def test_two_ranks_train_as_one_by_the_backend_of_the_device(kind):
+def test_two_ranks_meet_by_the_backend_of_the_device(kind):
     if _num_gpus() < 2:
         pytest.skip("needs two GPUs")
-    two = notebook_launcher(_train, (10,), num_processes=2, view="none")
-    one = notebook_launcher(_train, (10,), num_processes=1, view="none")
-    backend = torch.distributed.get_default_backend_for_device(kind)
-    assert backend in two[0]["backend"]
-    assert two[0]["losses"] == pytest.approx(one[0]["losses"], rel=1e-4)
+    run = notebook_launcher(_train, (2,), num_processes=2, view="none")
+    assert torch.distributed.get_default_backend_for_device(kind) in run[0]["backend"]
+    assert run[0]["losses"] == run[1]["losses"]
 
 
 def _meet(raises):
@@ -157,6 +127,8 @@ def test_chosen_devices(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     run = notebook_launcher(_visible, devices=[last], view="none")
     assert run.results == [(str(last), 1)]
+    run = notebook_launcher(_train, (1,), num_processes=1, devices="cpu", view="none")
+    assert run[0]["device"] == "cpu"
 
 
 def _visible():
