@@ -108,9 +108,7 @@ class Chaos:
 
     def _start_and_kill(self, kernel):
         """Begin a run, and kill something at some moment of it."""
-        victim = self._random.choices(list(_VICTIMS), list(_VICTIMS.values()))[0]
-        kernel.send(f"cells.start({self._random.choice(_KINDS)!r}, {self._random.randint(1, 3)})")
-        time.sleep(self._random.choice([0.02, 0.1, 0.5, 2.0]) * self._random.random())
+        victim = self._start_and_choose(kernel, _VICTIMS)
         if victim == "kernel":
             return self._kill_kernel(kernel)
         deaths = self._kill_one(kernel, victim)
@@ -119,17 +117,19 @@ class Chaos:
 
     def _start_and_halt(self, kernel):
         """Begin a run, and SIGSTOP its agent or the template at some moment of it."""
-        victim = self._random.choices(list(_STOPPED), list(_STOPPED.values()))[0]
-        kernel.send(f"cells.start({self._random.choice(_KINDS)!r}, {self._random.randint(1, 3)})")
-        time.sleep(self._random.choice([0.02, 0.1, 0.5, 2.0]) * self._random.random())
-        candidates = getattr(kernel.census(), victim)
-        if candidates:
-            chosen = self._random.choice(candidates)
+        victim = self._start_and_choose(kernel, _STOPPED)
+        if candidates := kernel.census()[victim]:
             with suppress(psutil.NoSuchProcess):
-                chosen.suspend()
+                self._random.choice(candidates).suspend()
             self.counts[f"stopped {victim}"] += 1
         self._take_answer(kernel, "start beside one that is stopped")
         return 0
+
+    def _start_and_choose(self, kernel, victims):
+        (victim,) = self._random.choices(list(victims), list(victims.values()))
+        kernel.send(f"cells.start({self._random.choice(_KINDS)!r}, {self._random.randint(1, 3)})")
+        time.sleep(self._random.choice([0.02, 0.1, 0.5, 2.0]) * self._random.random())
+        return victim
 
     @staticmethod
     def _let_go_on(kernel):
@@ -146,7 +146,7 @@ class Chaos:
         return 1
 
     def _kill_one(self, kernel, victim):
-        candidates = getattr(kernel.census(), victim)
+        candidates = kernel.census()[victim]
         if not candidates:
             return 0
         chosen = self._random.choice(candidates)

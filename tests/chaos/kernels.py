@@ -4,9 +4,9 @@ import ast
 import os
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,6 @@ import psutil
 from tests.kernel.notebooks import open_notebook
 
 _ANSWER_SECONDS = 90.0
-
-
-@dataclass(frozen=True)
-class Census:
-    template: list[psutil.Process]
-    prepared: list[psutil.Process]
-    agent: list[psutil.Process]
-    rank: list[psutil.Process]
-    worker: list[psutil.Process]
 
 
 class Kernel:
@@ -72,20 +63,26 @@ class Kernel:
         """Leave nothing of it."""
         self._stack.close()
 
-    def census(self) -> Census:
-        kinds = ("template", "prepared", "agent", "rank", "worker")
-        found = {kind: [] for kind in kinds}
-        others = self.others()
-        agents = {process.pid for process in others if self._is_agent(process)}
-        for process in others:
-            found[self._role(process, agents)].append(process)
-        templates = {process.pid for process in found["template"]}
-        for process in [*found["worker"]]:
+    def census(self) -> defaultdict[str, list[psutil.Process]]:
+        """Return the processes by what they are."""
+        parents = {}
+        for process in self.others():
             with suppress(psutil.Error):
-                if process.ppid() in templates:
-                    found["worker"].remove(process)
-                    found["prepared"].append(process)
-        return Census(**found)
+                parents[process] = process.ppid()
+        agents = {process.pid for process in parents if self._is_agent(process)}
+        templates = {process.pid for process, parent in parents.items() if parent == self.pid}
+        found = defaultdict(list)
+        for process, parent in parents.items():
+            if process.pid in templates:
+                kind = "template"
+            elif process.pid in agents:
+                kind = "agent"
+            elif parent in agents:
+                kind = "rank"
+            else:
+                kind = "prepared" if parent in templates else "worker"
+            found[kind].append(process)
+        return found
 
     def _is_agent(self, process: psutil.Process) -> bool:
         try:
@@ -93,14 +90,3 @@ class Kernel:
             return is_leader and process.ppid() != self.pid and "serve(" in process.cmdline()[-1]
         except (psutil.Error, OSError, IndexError):
             return False
-
-    def _role(self, process: psutil.Process, agents: set[int]) -> str:
-        try:
-            parent = process.ppid()
-        except psutil.Error:
-            return "worker"
-        if parent == self.pid:
-            return "template"
-        if process.pid in agents:
-            return "agent"
-        return "rank" if parent in agents else "worker"

@@ -18,24 +18,8 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin as PeerPlugin
 from accelerate import ParallelismConfig as PeerConfig
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullStateDictConfig,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-    wrap,
-)
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import wrap
 
 from notebook_accel import ConfigError, FullyShardedDataParallelPlugin, ParallelismConfig, utils
 from notebook_accel.training.settings.parallelism import fit_sizes
@@ -44,50 +28,42 @@ from notebook_accel.training.strategies.mesh import checkpoint_activations, choo
 
 Plugin = FullyShardedDataParallelPlugin
 CPU = torch.device("cpu")
+SAVES, RESHARDS = "saves_shards", "reshard_after_forward"
 
 
 @pytest.mark.parametrize(
-    ("given", "saves_shards"),
+    ("given", "field", "expected"),
     [
-        ({"state_dict_config": FullStateDictConfig(), "fsdp_version": 2}, False),
-        ({"state_dict_config": ShardedStateDictConfig()}, True),
-        ({"state_dict_type": "sharded_state_dict"}, True),
-        ({"state_dict_type": StateDictType.FULL_STATE_DICT, "fsdp_version": 2}, False),
+        ({"state_dict_config": fsdp.FullStateDictConfig(), "fsdp_version": 2}, SAVES, False),
+        ({"state_dict_config": fsdp.ShardedStateDictConfig()}, SAVES, True),
+        ({"state_dict_type": "sharded_state_dict"}, SAVES, True),
+        ({"state_dict_type": fsdp.StateDictType.FULL_STATE_DICT, "fsdp_version": 2}, SAVES, False),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, RESHARDS, False),
+        ({"sharding_strategy": 1}, RESHARDS, True),
+        ({"reshard_after_forward": fsdp.ShardingStrategy.SHARD_GRAD_OP}, RESHARDS, False),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, RESHARDS, False),
+        ({"sharding_strategy": "HYBRID_SHARD_ZERO2"}, RESHARDS, False),
+        ({"reshard_after_forward": "false"}, RESHARDS, False),
+        ({"reshard_after_forward": False, "fsdp_version": 2}, RESHARDS, False),
     ],
 )
-def test_how_checkpoints_are_written(given, saves_shards):
-    assert Plugin(**given).saves_shards is saves_shards
-
-
-@pytest.mark.parametrize(
-    ("given", "reshards"),
-    [
-        ({"sharding_strategy": "SHARD_GRAD_OP"}, False),
-        ({"sharding_strategy": 1}, True),
-        ({"reshard_after_forward": ShardingStrategy.SHARD_GRAD_OP}, False),
-        ({"reshard_after_forward": "SHARD_GRAD_OP"}, False),
-        ({"sharding_strategy": "HYBRID_SHARD_ZERO2"}, False),
-        ({"reshard_after_forward": "false"}, False),
-        ({"reshard_after_forward": False, "fsdp_version": 2}, False),
-    ],
-)
-def test_what_is_kept_whole_after_forward(given, reshards):
-    assert Plugin(**given).reshard_after_forward is reshards
+def test_what_is_saved_in_parts_and_kept_whole_after_forward(given, field, expected):
+    assert getattr(Plugin(**given), field) is expected
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-        ("fp16", MixedPrecisionPolicy(torch.float16, torch.float16)),
-        (MixedPrecision(torch.float16, torch.float32), (torch.float16, torch.float32)),
-        ({"param_dtype": "bfloat16"}, MixedPrecisionPolicy(torch.bfloat16)),
-        (MixedPrecisionPolicy(torch.float16), MixedPrecisionPolicy(torch.float16)),
+        (None, fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        ("fp16", fsdp.MixedPrecisionPolicy(torch.float16, torch.float16)),
+        (fsdp.MixedPrecision(torch.float16, torch.float32), (torch.float16, torch.float32)),
+        ({"param_dtype": "bfloat16"}, fsdp.MixedPrecisionPolicy(torch.bfloat16)),
+        (fsdp.MixedPrecisionPolicy(torch.float16), fsdp.MixedPrecisionPolicy(torch.float16)),
     ],
 )
 def test_precision_policies(given, expected):
     if isinstance(expected, tuple):
-        expected = MixedPrecisionPolicy(*expected)
+        expected = fsdp.MixedPrecisionPolicy(*expected)
     assert Plugin(mixed_precision_policy=given).precision_policy(torch.bfloat16) == expected
 
 
@@ -96,11 +72,11 @@ def test_precision_policies(given, expected):
     [
         {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": "ReLU"},
         {
-            "auto_wrap_policy": transformer_auto_wrap_policy,
+            "auto_wrap_policy": wrap.transformer_auto_wrap_policy,
             "transformer_cls_names_to_wrap": ["Linear", "ReLU"],
         },
         {"auto_wrap_policy": "size_based_wrap", "min_num_params": 7},
-        {"auto_wrap_policy": size_based_auto_wrap_policy, "min_num_params": 7},
+        {"auto_wrap_policy": wrap.size_based_auto_wrap_policy, "min_num_params": 7},
     ],
 )
 def test_a_policy_is_made_a_function_as_accelerate_makes_it(given):
@@ -124,7 +100,7 @@ def test_a_policy_by_size_without_a_size_chooses_nothing():
 
 def test_modules_are_chosen_by_torchs_policy_of_classes():
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    plugin = Plugin(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    plugin = Plugin(auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Linear}))
     assert choose_modules(model, plugin) == [model[0]]
 
 
@@ -133,16 +109,18 @@ def test_modules_are_chosen_by_torchs_policy_of_classes():
     [
         (1, True, True),
         (2, True, True),
-        (1, CPUOffload(offload_params=True), True),
-        (2, CPUOffloadPolicy(pin_memory=True), True),
-        (1, CPUOffload(offload_params=False), False),
-        (2, OffloadPolicy(), False),
+        (1, fsdp.CPUOffload(offload_params=True), True),
+        (2, fsdp.CPUOffloadPolicy(pin_memory=True), True),
+        (1, fsdp.CPUOffload(offload_params=False), False),
+        (2, fsdp.OffloadPolicy(), False),
     ],
 )
 def test_offloading_pins_no_memory_where_there_is_no_device(version, given, offloads):
     policy = Plugin(fsdp_version=version, cpu_offload=given).offload_policy(CPU)
-    assert policy == (CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy())
-    assert Plugin(cpu_offload=CPUOffloadPolicy()).offload_policy(torch.device("cuda")).pin_memory
+    assert policy == (fsdp.CPUOffloadPolicy(pin_memory=False) if offloads else fsdp.OffloadPolicy())
+    assert (
+        Plugin(cpu_offload=fsdp.CPUOffloadPolicy()).offload_policy(torch.device("cuda")).pin_memory
+    )
 
 
 NAMES = [
@@ -254,7 +232,7 @@ def test_a_variable_that_is_no_number_is_named(variable, make, monkeypatch):
         (lambda: Plugin(sharding_strategy="HALF"), "expected one of FULL_SHARD, "),
         (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
         (
-            lambda: Plugin(auto_wrap_policy=CustomPolicy(lambda _: True)),
+            lambda: Plugin(auto_wrap_policy=wrap.CustomPolicy(lambda _: True)),
             r"auto_wrap_policy is a CustomPolicy: expected .* ModuleWrapPolicy\(\{Block\}\)",
         ),
         (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
@@ -324,92 +302,67 @@ def test_what_is_kept_of_activations(offload, monkeypatch):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-# ---- the environment
+# ---- the environment: variables as in a shell, and the fields that they decide
 
-_FSDP = [
-    ("fsdp_version", {}),
-    ("fsdp_version", {"VERSION": "2"}),
-    ("sharding_strategy", {}),
-    *(
-        ("sharding_strategy", {"SHARDING_STRATEGY": text})
-        for text in ("FULL_SHARD", "shard_grad_op", "NO_SHARD", "HYBRID_SHARD_ZERO2", "4")
+_FSDP = {
+    "": "fsdp_version sharding_strategy auto_wrap_policy cpu_offload state_dict_type"
+    " forward_prefetch use_orig_params activation_checkpointing",
+    "VERSION=2": "fsdp_version reshard_after_forward state_dict_type",
+    "SHARDING_STRATEGY=FULL_SHARD": "sharding_strategy",
+    "SHARDING_STRATEGY=shard_grad_op": "sharding_strategy",
+    "SHARDING_STRATEGY=NO_SHARD": "sharding_strategy",
+    "SHARDING_STRATEGY=HYBRID_SHARD_ZERO2": "sharding_strategy",
+    "SHARDING_STRATEGY=4": "sharding_strategy",
+    "VERSION=2 RESHARD_AFTER_FORWARD=false": "reshard_after_forward",
+    "VERSION=2 RESHARD_AFTER_FORWARD=True": "reshard_after_forward",
+    "AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP": "auto_wrap_policy",
+    "AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP TRANSFORMER_CLS_TO_WRAP=A,B": (
+        "transformer_cls_names_to_wrap"
     ),
-    ("reshard_after_forward", {"VERSION": "2"}),
-    ("reshard_after_forward", {"VERSION": "2", "RESHARD_AFTER_FORWARD": "false"}),
-    ("reshard_after_forward", {"VERSION": "2", "RESHARD_AFTER_FORWARD": "True"}),
-    ("auto_wrap_policy", {}),
-    ("auto_wrap_policy", {"AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}),
-    ("auto_wrap_policy", {"AUTO_WRAP_POLICY": "size_based_wrap"}),
-    (
-        "transformer_cls_names_to_wrap",
-        {"AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "TRANSFORMER_CLS_TO_WRAP": "A,B"},
+    "AUTO_WRAP_POLICY=size_based_wrap": "auto_wrap_policy min_num_params",
+    "AUTO_WRAP_POLICY=SIZE_BASED_WRAP MIN_NUM_PARAMS=100000000": "min_num_params",
+    "OFFLOAD_PARAMS=true": "cpu_offload",
+    "OFFLOAD_PARAMS=yes VERSION=2": "cpu_offload",
+    "STATE_DICT_TYPE=sharded_state_dict": "state_dict_type",
+    "STATE_DICT_TYPE=FULL_STATE_DICT VERSION=2": "state_dict_type",
+    "SYNC_MODULE_STATES=false": "sync_module_states",
+    "CPU_RAM_EFFICIENT_LOADING=true VERSION=2": "cpu_ram_efficient_loading",
+    "ACTIVATION_CHECKPOINTING=true": "activation_checkpointing",
+    "ACTIVATION_CHECKPOINTING=true ACTIVATION_CHECKPOINTING_OFFLOAD=true VERSION=2": (
+        "activation_checkpointing_offload"
     ),
-    ("min_num_params", {"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}),
-    ("min_num_params", {"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "MIN_NUM_PARAMS": "100000000"}),
-    ("cpu_offload", {}),
-    ("cpu_offload", {"OFFLOAD_PARAMS": "true"}),
-    ("cpu_offload", {"OFFLOAD_PARAMS": "yes", "VERSION": "2"}),
-    ("state_dict_type", {}),
-    ("state_dict_type", {"VERSION": "2"}),
-    ("state_dict_type", {"STATE_DICT_TYPE": "sharded_state_dict"}),
-    ("state_dict_type", {"STATE_DICT_TYPE": "FULL_STATE_DICT", "VERSION": "2"}),
-    ("sync_module_states", {"SYNC_MODULE_STATES": "false"}),
-    ("forward_prefetch", {}),
-    ("use_orig_params", {}),
-    ("cpu_ram_efficient_loading", {"CPU_RAM_EFFICIENT_LOADING": "true", "VERSION": "2"}),
-    ("activation_checkpointing", {}),
-    ("activation_checkpointing", {"ACTIVATION_CHECKPOINTING": "true"}),
-    (
-        "activation_checkpointing_offload",
-        {
-            "ACTIVATION_CHECKPOINTING": "true",
-            "ACTIVATION_CHECKPOINTING_OFFLOAD": "true",
-            "VERSION": "2",
-        },
+    "IGNORED_MODULES=layers.*": "ignored_modules",
+}
+_DEEPSPEED = {
+    "": "zero_stage gradient_clipping offload_optimizer_device zero3_init_flag"
+    " zero3_save_16bit_model",
+    "ZERO_STAGE=3": "zero_stage zero3_init_flag",
+    "ZERO_STAGE=3 ZERO3_INIT=false": "zero3_init_flag",
+    "ZERO3_SAVE_16BIT_MODEL=true": "zero3_save_16bit_model",
+    "OFFLOAD_OPTIMIZER_DEVICE=cpu": "offload_optimizer_device",
+    "OFFLOAD_OPTIMIZER_DEVICE=nvme OFFLOAD_OPTIMIZER_NVME_PATH=/fast": (
+        "offload_optimizer_nvme_path"
     ),
-    ("ignored_modules", {"IGNORED_MODULES": "layers.*"}),
-]
-_NVME = "DEEPSPEED_OFFLOAD_OPTIMIZER_"
-_DEEPSPEED = [
-    ("zero_stage", {}),
-    ("zero_stage", {"DEEPSPEED_ZERO_STAGE": "3"}),
-    ("gradient_clipping", {}),
-    ("gradient_clipping", {"GRADIENT_CLIPPING": "0.5"}),
-    ("gradient_clipping", {"GRADIENT_CLIPPING": "auto"}),
-    ("offload_optimizer_device", {}),
-    ("offload_optimizer_device", {f"{_NVME}DEVICE": "cpu"}),
-    ("offload_optimizer_nvme_path", {f"{_NVME}DEVICE": "nvme", f"{_NVME}NVME_PATH": "/fast"}),
-    (
-        "offload_param_device",
-        {"DEEPSPEED_ZERO_STAGE": "3", "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"},
+    "ZERO_STAGE=3 OFFLOAD_PARAM_DEVICE=cpu": "offload_param_device",
+    "ZERO_STAGE=3 OFFLOAD_PARAM_DEVICE=nvme OFFLOAD_PARAM_NVME_PATH=/fast": (
+        "offload_param_nvme_path"
     ),
-    (
-        "offload_param_nvme_path",
-        {
-            "DEEPSPEED_ZERO_STAGE": "3",
-            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
-            "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/fast",
-        },
-    ),
-    ("zero3_init_flag", {}),
-    ("zero3_init_flag", {"DEEPSPEED_ZERO_STAGE": "3"}),
-    ("zero3_init_flag", {"DEEPSPEED_ZERO_STAGE": "3", "DEEPSPEED_ZERO3_INIT": "false"}),
-    ("zero3_save_16bit_model", {}),
-    ("zero3_save_16bit_model", {"DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}),
-]
-_SIZES = [(f"{name}_size", f"{name.upper()}_SIZE") for name in ("dp_shard", "tp", "cp")]
-_PARALLELISM = [
-    *((field, {}) for field, _ in _SIZES),
-    *((field, {variable: "2"}) for field, variable in _SIZES),
-    ("dp_replicate_size", {"DP_REPLICATE_SIZE": "3"}),
-    ("total_size", {"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2", "TP_SIZE": "2"}),
-    ("cp_handler", {"CP_SIZE": "2"}),
-    ("cp_handler", {"CP_SIZE": "2", "CP_COMM_STRATEGY": "alltoall"}),
-]
-_CASES = [
-    *(("FullyShardedDataParallelPlugin", "FSDP_", *case) for case in _FSDP),
-    *(("DeepSpeedPlugin", "ACCELERATE_", *case) for case in _DEEPSPEED),
-    *(("ParallelismConfig", "PARALLELISM_CONFIG_", *case) for case in _PARALLELISM),
+}
+_CLIPPING = {f"GRADIENT_CLIPPING={text}": "gradient_clipping" for text in ("0.5", "auto")}
+_PARALLELISM = {
+    "": "dp_shard_size tp_size cp_size",
+    "DP_SHARD_SIZE=2": "dp_shard_size",
+    "TP_SIZE=2": "tp_size",
+    "CP_SIZE=2": "cp_size cp_handler",
+    "DP_REPLICATE_SIZE=3": "dp_replicate_size",
+    "DP_REPLICATE_SIZE=2 DP_SHARD_SIZE=2 TP_SIZE=2": "total_size",
+    "CP_SIZE=2 CP_COMM_STRATEGY=alltoall": "cp_handler",
+}
+_PLUGINS = [
+    ("FullyShardedDataParallelPlugin", "FSDP_", _FSDP),
+    ("DeepSpeedPlugin", "ACCELERATE_DEEPSPEED_", _DEEPSPEED),
+    ("DeepSpeedPlugin", "ACCELERATE_", _CLIPPING),
+    ("ParallelismConfig", "PARALLELISM_CONFIG_", _PARALLELISM),
 ]
 _WRAPS = {
     wrap.transformer_auto_wrap_policy: "transformer_based_wrap",
@@ -425,10 +378,16 @@ def in_our_words(field, value):
     return getattr(value, "cp_comm_strategy", value)
 
 
-@pytest.mark.parametrize(("plugin", "prefix", "field", "variables"), _CASES)
-def test_fields_from_the_environment(plugin, prefix, field, variables, monkeypatch):
-    for name, text in variables.items():
+@pytest.mark.parametrize(
+    ("plugin", "prefix", "variables", "fields"),
+    [(*plugin, *row) for *plugin, table in _PLUGINS for row in table.items()],
+)
+def test_fields_from_the_environment(plugin, prefix, variables, fields, monkeypatch):
+    for assignment in variables.split():
+        name, text = assignment.split("=")
         monkeypatch.setenv(prefix + name, text)
-    ours = getattr(getattr(utils, plugin)(), field)
-    theirs = getattr(getattr(peer, plugin)(), field)
-    assert getattr(ours, "cp_comm_strategy", ours) == in_our_words(field, theirs)
+    ours, theirs = getattr(utils, plugin)(), getattr(peer, plugin)()
+    for field in fields.split():
+        mine = getattr(ours, field)
+        expected = in_our_words(field, getattr(theirs, field))
+        assert getattr(mine, "cp_comm_strategy", mine) == expected, field

@@ -78,8 +78,7 @@ def test_a_launched_training_reports_and_comes_back_plain():
 def warn_and_train(rate):
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
     for step in range(4):
         # In the first step alone, as torch's own of its schedulers.
         warnings.warn("the gradients are strange", stacklevel=1)

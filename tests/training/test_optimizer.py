@@ -114,17 +114,6 @@ def test_gradients_of_no_window_are_cleared_at_once():
     assert recorder.used == [2.0], "outside of accumulate every step is real"
 
 
-def test_steps_may_be_taken_where_gradients_are_synchronised():
-    accelerator, model, optimizer, recorder = setup()
-    for gradient in GRADIENTS:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(gradient))
-            if accelerator.sync_gradients:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert recorder.used == [5.5, 550.0]
-
-
 @pytest.mark.parametrize("by_state", [False, True])
 def test_a_window_may_be_said_by_hand(by_state):
     """Code that counts batches itself says which of them is a window's last."""
@@ -203,55 +192,51 @@ def test_a_loop_inside_that_was_left_hides_no_end_of_the_outer_one():
     assert synced == "FFFTFT"
 
 
-def flags_of_groups(steps, num_batches, *, fetched=1, blocks=1, skips=()):
+def whole(batch):
+    return [batch]
+
+
+def in_two(batch):
+    return [batch, batch]
+
+
+def without(*numbers):
+    return lambda batch: [] if int(batch) in numbers else [batch]
+
+
+def flags_of(steps, samples, *, size=1, fetched=1, cut=whole):
     """``sync_gradients`` of two epochs, T and F: of loops that fetch batches in groups, and cut
     each into blocks or leave it out."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(range(num_batches), batch_size=1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(samples), batch_size=size))
     flags = []
     for _ in range(2):
         epoch, batches = "", iter(loader)
         while group := list(itertools.islice(batches, fetched)):
-            for batch in group:
-                for _ in range(0 if int(batch) in skips else blocks):
-                    with accelerator.accumulate():
-                        epoch += "FT"[accelerator.sync_gradients]
+            for _ in itertools.chain(*map(cut, group)):
+                with accelerator.accumulate():
+                    epoch += "FT"[accelerator.sync_gradients]
         flags.append(epoch)
     return flags
 
 
 LOOPS = {
-    "a window is fetched ahead": ({"steps": 3, "num_batches": 6, "fetched": 3}, "FFTFFT"),
-    "and the last one is short": ({"steps": 3, "num_batches": 5, "fetched": 3}, "FFTFT"),
-    "or has one batch": ({"steps": 3, "num_batches": 4, "fetched": 3}, "FFTT"),
-    "or is the only one": ({"steps": 3, "num_batches": 2, "fetched": 2}, "FT"),
-    "a batch is cut": ({"steps": 2, "num_batches": 2, "blocks": 2}, "FTFT"),
-    "into half a window": ({"steps": 4, "num_batches": 3, "blocks": 2}, "FFFTFT"),
-    "a batch is left out": ({"steps": 2, "num_batches": 6, "skips": [2, 4]}, "FTFT"),
-    "in the last, short window": ({"steps": 3, "num_batches": 6, "skips": [4]}, "FFTFT"),
-    "before the last window": ({"steps": 2, "num_batches": 4, "skips": [0, 1, 2]}, "T"),
+    "a window is fetched ahead": ({"steps": 3, "samples": 6, "fetched": 3}, "FFTFFT"),
+    "and the last one is short": ({"steps": 3, "samples": 5, "fetched": 3}, "FFTFT"),
+    "or has one batch": ({"steps": 3, "samples": 4, "fetched": 3}, "FFTT"),
+    "or is the only one": ({"steps": 3, "samples": 2, "fetched": 2}, "FT"),
+    "a batch is cut": ({"steps": 2, "samples": 2, "cut": in_two}, "FTFT"),
+    "into half a window": ({"steps": 4, "samples": 3, "cut": in_two}, "FFFTFT"),
+    "a batch is left out": ({"steps": 2, "samples": 6, "cut": without(2, 4)}, "FTFT"),
+    "in the last, short window": ({"steps": 3, "samples": 6, "cut": without(4)}, "FFTFT"),
+    "before the last window": ({"steps": 2, "samples": 4, "cut": without(0, 1, 2)}, "T"),
 }
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_steps_once_in_its_last_window(name):
     loop, expected = LOOPS[name]
-    assert flags_of_groups(**loop) == [expected] * 2
-
-
-def flags_of_cuts(samples, steps, cut):
-    """``sync_gradients`` of two epochs whose batches of 8 samples are cut by ``cut``."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(range(samples), batch_size=8))
-    flags = []
-    for _ in range(2):
-        epoch = ""
-        for batch in loader:
-            for _ in cut(batch):
-                with accelerator.accumulate():
-                    epoch += "FT"[accelerator.sync_gradients]
-        flags.append(epoch)
-    return flags
+    assert flags_of(**loop) == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -259,14 +244,14 @@ def flags_of_cuts(samples, steps, cut):
     [(21, 2, "FFFT FFFT FFT"), (17, 2, "FFFT FFFT T"), (21, 3, "FFFTFF FT"), (16, 2, "FFFT FFFT")],
 )
 def test_a_short_last_batch_closes_its_window(samples, size, expected):
-    flags = flags_of_cuts(samples, 4, lambda batch: batch.split(size))
+    flags = flags_of(4, samples, size=8, cut=lambda batch: batch.split(size))
     assert flags == [expected.replace(" ", "")] * 2
 
 
 def test_a_window_that_the_end_of_a_loader_leaves_open_is_named(monkeypatch):
     be(told := Told(), monkeypatch)
     cuts = iter([4, 4, 2] * 2)
-    flags = flags_of_cuts(24, 4, lambda batch: batch.tensor_split(next(cuts)))
+    flags = flags_of(4, 24, size=8, cut=lambda batch: batch.tensor_split(next(cuts)))
     assert flags == ["FFFTFFFTFF", "FTFFFTFFFT"]
     assert [text.partition(",")[0] for text in told.notices] == [
         "a loader ended within an accumulation window"
@@ -419,14 +404,6 @@ def test_hooks_and_closures_reach_the_wrapped_optimizer():
     assert recorder.used == [3.0]
 
 
-def test_real_steps_are_counted_for_the_view(monkeypatch):
-    told = Told()
-    be(told, monkeypatch)
-    accelerator, model, optimizer, _ = setup()
-    loop(accelerator, model, optimizer, "last")
-    assert told.steps == 2
-
-
 def step_unprepared(*, precision="no", steps=1, guarded=False):
     accelerator = Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps
@@ -472,23 +449,20 @@ def test_nobody_watches_optimizers_once_the_accelerator_is_gone():
     assert dict(hooks) == before
 
 
+class ScheduleFree(Recorder):
+    def train(self):
+        self.mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
 def test_an_optimizer_with_two_modes_gets_them():
     accelerator, _, optimizer, _ = setup()
     optimizer.train()  # most have none
     optimizer.eval()
-
-    class ScheduleFree(Recorder):
-        mode = ""
-
-        def train(self):
-            self.mode = "train"
-
-        def eval(self):
-            self.mode = "eval"
-
     free = ScheduleFree([nn.Parameter(torch.zeros(()))])
     prepared = accelerator.prepare(free)
-    prepared.train()
-    assert free.mode == "train"
-    prepared.eval()
-    assert free.mode == "eval"
+    for mode in ("train", "eval"):
+        getattr(prepared, mode)()
+        assert free.mode == mode

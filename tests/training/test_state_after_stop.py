@@ -181,8 +181,7 @@ def endless(folder, kind="linear"):
     if kind == "unpicklable":
         model.register_forward_hook(lambda *_: None)
         model.lock = threading.Lock()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if kind == "of a class":
         optimizer.param_groups[0]["own"] = Own()
     torch.nn.init.constant_(next(model.parameters()), 7.0)

@@ -114,8 +114,7 @@ def test_one_rank_that_waits_for_data_hears_of_it(capsys):
 def fill_memory():
     accelerator = Accelerator()
     model = nn.Linear(1000, 1000)
-    optimizer = torch.optim.Adam(model.parameters())
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
     accelerator.backward(model(torch.ones(1, 1000)).sum())
     optimizer.step()
     raise torch.OutOfMemoryError("device out of memory")

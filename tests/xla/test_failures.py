@@ -58,26 +58,30 @@ def test_a_rank_that_raises_while_another_waits_for_it():
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_ranks_whose_process_exits():
-    def leave():
+def leave():
+    os._exit(3)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "told", "words"),
+    [
+        (leave, (3, None), "ended with exit code 3"),
+        (die, (None, "SIGKILL"), "was killed by SIGKILL"),
+    ],
+)
+def test_ranks_whose_process_ends(end, told, words):
+    def ends_on_one():
         if current().rank == 1:
-            os._exit(3)
+            end()
         time.sleep(600)
 
-    error = fails(leave)
-    assert (set(error.ranks), error.exitcode) == ({0, 1}, 3)
-    assert f"rank {error.rank} ended with exit code 3" in str(error)
-
-
-def test_ranks_whose_process_is_killed():
-    def die():
-        if current().rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
-
-    error = fails(die)
-    assert (set(error.ranks), error.signal) == ({0, 1}, "SIGKILL")
-    assert f"rank {error.rank} was killed by SIGKILL" in str(error)
+    error = fails(ends_on_one)
+    assert (set(error.ranks), error.exitcode, error.signal) == ({0, 1}, *told)
+    assert f"rank {error.rank} {words}" in str(error)
 
 
 def begun(function):
