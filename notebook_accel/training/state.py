@@ -104,7 +104,7 @@ class PartialState(ProcessInfo):
     @property
     def default_device(self) -> torch.device:
         """The type of device that this machine's ranks use by default, as a ``torch.device``."""
-        return devices.default_device()
+        return torch.accelerator.current_accelerator(check_available=True) or devices.HOST
 
     @property
     def fork_launched(self) -> bool:
@@ -147,7 +147,7 @@ class PartialState(ProcessInfo):
 
     @staticmethod
     def _reset_state() -> None:
-        topology.forget()
+        current().shared.pop(topology.Topology, None)
         set_debugging(None)
 
 

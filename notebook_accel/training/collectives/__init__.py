@@ -243,7 +243,11 @@ def _gather(
         return leaf
     if not has_process_group():
         return exchange().gather(leaf)
-    sent = leaf if facts.carries_cpu and _is_plain(leaf) else _sendable(leaf, group)
+    sent = leaf
+    is_in_memory = facts.carries_cpu and leaf.is_cpu and leaf.is_contiguous()
+    # Of a conjugate or negative view, the memory has other values.
+    if not is_in_memory or leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+        sent = _sendable(leaf, group)
     out = torch.empty(
         (facts.size * sent.shape[0], *sent.shape[1:]), dtype=sent.dtype, device=sent.device
     )
@@ -254,13 +258,6 @@ def _gather(
     else:
         all_gather(as_bytes(out), as_bytes(sent), group=group)
     return out if sent.device == leaf.device else out.to(leaf.device)
-
-
-def _is_plain(leaf: torch.Tensor) -> bool:
-    """Return whether the memory of ``leaf`` can be sent from the CPU without converting it."""
-    if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
-        return False
-    return leaf.is_cpu and leaf.is_contiguous()
 
 
 def _sendable(leaf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -219,8 +219,9 @@ def convert_to_fp32(tensor: Any) -> Any:
         >>> convert_to_fp32(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-
-    def is_half(value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-
-    return recursively_apply(torch.Tensor.float, tensor, test_type=is_half)
+    halves = (torch.float16, torch.bfloat16)
+    return recursively_apply(
+        torch.Tensor.float,
+        tensor,
+        test_type=lambda value: isinstance(value, torch.Tensor) and value.dtype in halves,
+    )

@@ -34,7 +34,6 @@ from notebook_accel.training.models import (
     strip_forward,
     weights_of,
 )
-from notebook_accel.training.processes import devices
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.environment import is_installed, read_flag
 from notebook_accel.training.settings.handlers import (
@@ -278,7 +277,7 @@ class AORecipeKwargs(KwargsHandler):
         """Raise if a device cannot multiply in 8 bits, unless ``config.emulate`` is True."""
         if self.config.emulate:
             return
-        capability = devices.cuda_capability(device)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         if capability is None or capability < _LEAST_CAPABILITY:
             found = "" if capability is None else f" (compute capability {capability})"
             raise ConfigError(

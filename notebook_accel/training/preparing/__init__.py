@@ -35,7 +35,7 @@ from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward
 from notebook_accel.training.preparing.state_after_stop import RankPart, copy_on_meta, in_pieces
 from notebook_accel.training.processes import device_memory
-from notebook_accel.training.processes.devices import name_of_device
+from notebook_accel.training.processes.devices import device_module
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.optimizer import (
@@ -229,7 +229,12 @@ class Preparation:
         if precision == "no":
             types = (one.dtype for one in prepared.inner.parameters() if one.is_floating_point())
             precision = str(next(types, "")).removeprefix("torch.")
-        about = name_of_device(request.topology.device), precision, self.strategy.label
+        device = request.topology.device
+        name = "CPU"
+        if device.type != "cpu":
+            module = device_module(device.type)
+            name = str(getattr(module, "get_device_name", lambda _: device.type)(device))
+        about = name, precision, self.strategy.label
         context.note_training(self, ", ".join(filter(None, about)))
         if context.resume_from:  # a loop without a prepared loader begins with a forward
             hook = prepared.wrapped.register_forward_pre_hook(

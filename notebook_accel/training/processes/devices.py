@@ -93,11 +93,6 @@ def device_module(kind: str) -> Any:
     return driver(kind) or torch.get_device_module(kind)
 
 
-def default_device() -> torch.device:
-    """Return the current accelerator, or the CPU if there is none, without initializing it."""
-    return torch.accelerator.current_accelerator(check_available=True) or HOST
-
-
 def inventory() -> wire.Devices:
     """Find the accelerators that this process sees, with their memory and library versions."""
     with warnings.catch_warnings(record=True) as caught:
@@ -122,14 +117,6 @@ def inventory() -> wire.Devices:
     )
 
 
-def name_of_device(device: torch.device) -> str:
-    """Return "CPU", or what torch calls the accelerator ("NVIDIA H200")."""
-    if device.type == "cpu":
-        return "CPU"
-    name = getattr(device_module(device.type), "get_device_name", None)
-    return str(name(device)) if name else device.type
-
-
 def _cuda_versions() -> dict[str, str]:
     found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     if dist.is_nccl_available():
@@ -148,17 +135,6 @@ def default_backend(device: torch.device) -> str:
     return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 
-def with_host(backend: str, device: torch.device) -> str:
-    """Return the backends for a process group for which the user chose ``backend``.
-
-    If ``backend`` is the default of the device type, such as "nccl" for CUDA, gloo is added for CPU
-    tensors ("cpu:gloo,cuda:nccl"), since ranks also exchange checkpoints, offloaded weights and
-    pickled objects. Any other ``backend`` is returned unchanged.
-    """
-    host, _, both = default_backend(device).partition(",")
-    return f"{host},{both}" if both == f"{device.type}:{backend}" else backend
-
-
 def distributed_type(device: torch.device, num_processes: int) -> DistributedType:
     """Return the ``DistributedType`` of ``num_processes`` ranks on devices of this type."""
     if device.type in _DRIVERS:
@@ -167,11 +143,6 @@ def distributed_type(device: torch.device, num_processes: int) -> DistributedTyp
         return DistributedType.NO
     types = DistributedType.__members__
     return types.get(f"MULTI_{device.type.upper()}", DistributedType.MULTI_GPU)
-
-
-def cuda_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability (major, minor) of a CUDA device; None for any other device."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def memory_reader(device: torch.device) -> Callable[[], DeviceMemory | None] | None:
@@ -234,19 +205,17 @@ def get_rng_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the device's random numbers; None for the CPU."""
     if device.type == "cpu":
         return None
-    state: torch.Tensor = device_module(device.type).get_rng_state(*_own(device))
+    # XLA's module takes no device: it has one alone.
+    own = [] if driver(device.type) else [device]
+    state: torch.Tensor = device_module(device.type).get_rng_state(*own)
     return state
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Restore a state of the device's random numbers that :func:`get_rng_state` returned."""
     if device.type != "cpu":
-        device_module(device.type).set_rng_state(state, *_own(device))
-
-
-def _own(device: torch.device) -> list[torch.device]:
-    # XLA's module takes no device: it has one alone.
-    return [] if driver(device.type) else [device]
+        own = [] if driver(device.type) else [device]
+        device_module(device.type).set_rng_state(state, *own)
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:

@@ -134,7 +134,7 @@ def get_torch_states(device: torch.device) -> dict[str, Any]:
     """Return the random states of torch's CPU and of the device only; it takes a microsecond."""
     states = {"torch_manual_seed": torch.get_rng_state()}
     own = devices.get_rng_state(device)
-    return states if own is None else {**states, _device_key(device): own}
+    return states if own is None else {**states, f"torch_{device.type}_manual_seed": own}
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
@@ -159,12 +159,8 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(of_numpy)
     torch.set_rng_state(states["torch_manual_seed"])
-    own = states.get(_device_key(device))
+    own = states.get(f"torch_{device.type}_manual_seed")
     if isinstance(own, (list, tuple)):  # of all devices that the rank saw, as Accelerate keeps them
         own = own[0] if len(own) == 1 else dict(enumerate(own)).get(device.index or 0)
     if own is not None:
         devices.set_rng_state(device, own)
-
-
-def _device_key(device: torch.device) -> str:
-    return f"torch_{device.type}_manual_seed"

@@ -15,14 +15,11 @@ prepared in earlier cells must still train::
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import Module
 from torch.utils.data import get_worker_info
 
 from notebook_accel.errors import ConfigError
@@ -34,7 +31,6 @@ from notebook_accel.training.processes.process_group import open_process_group
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
 
-_KEY = "topology"
 _listeners: list[Callable[[Topology], None]] = []
 
 
@@ -65,7 +61,7 @@ class Topology:
 
 def topology() -> Topology:
     """Return the topology of this rank; the first call determines it by :func:`establish`."""
-    found: Topology | None = current().shared.get(_KEY)
+    found: Topology | None = current().shared.get(Topology)
     return establish() if found is None else found
 
 
@@ -80,10 +76,10 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
         options: the user's settings of the process group; None for defaults.
     """
     shared = current().shared
-    found: Topology | None = shared.get(_KEY)
+    found: Topology | None = shared.get(Topology)
     options = options or InitProcessGroupKwargs()
     if found is None or _is_stale(found):
-        found = shared[_KEY] = _find(cpu=cpu, options=options)
+        found = shared[Topology] = _find(cpu=cpu, options=options)
         for listener in _listeners:
             listener(found)
     elif found.num_processes > 1 and not (has_process_group() or exchange().backend):
@@ -93,7 +89,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
 
 def count_ranks() -> tuple[int, int]:
     """Return (number of ranks, number on this machine) without making a process group."""
-    found: Topology | None = current().shared.get(_KEY)
+    found: Topology | None = current().shared.get(Topology)
     if found is None or _is_stale(found):
         context = _find_context()
         return context.world_size, context.local_world_size
@@ -109,19 +105,14 @@ def tell(listener: Callable[[Topology], None]) -> None:
     if listener not in _listeners:
         _listeners.append(listener)
     # A module that is imported asks, perhaps in a process that forks the ranks only later.
-    found: Topology | None = current().shared.get(_KEY) if has_context() else None
+    found: Topology | None = current().shared.get(Topology) if has_context() else None
     if found is not None:
         listener(found)
 
 
 def is_established() -> bool:
     """Return whether the topology of this rank has been determined."""
-    return _KEY in current().shared
-
-
-def forget() -> None:
-    """Forget the topology, so that the next call of :func:`topology` determines it again."""
-    current().shared.pop(_KEY, None)
+    return Topology in current().shared
 
 
 def barrier() -> None:
@@ -139,7 +130,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     device = devices.choose_device(
         cpu=cpu or environment.read_flag("USE_CPU"),
         local_rank=context.local_rank,
-        shared=_chosen_backend(options) == "gloo",
+        shared=(options.backend or environment.read("BACKEND")) == "gloo",
     )
     if device.index is not None and environment.read_flag("CPU_AFFINITY"):
         devices.set_numa_affinity(device.index)
@@ -185,20 +176,14 @@ def _open(context: RankContext, device: torch.device, options: InitProcessGroupK
     # A worker of a DataLoader inherits the environment of its rank, and is none itself.
     if has_process_group() or get_worker_info() is not None:
         return
-    asked = _chosen_backend(options)
-    open_process_group(
-        context=context,
-        backend=devices.with_host(asked, device) if asked else devices.default_backend(device),
-        options=options,
-    )
-
-
-def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
-    """Return the backend that ``options``, else the environment, asks for; None if neither does.
-
-    For None the caller uses the default of the device type.
-    """
-    return options.backend or environment.read("BACKEND")
+    backend = devices.default_backend(device)
+    asked = options.backend or environment.read("BACKEND")
+    # Who asks for the device's own backend, such as "nccl", gets gloo for CPU tensors beside it
+    # ("cpu:gloo,cuda:nccl"): ranks also exchange checkpoints, offloaded weights and pickled
+    # objects. Any other backend is used alone.
+    if asked and backend.partition(",")[2] != f"{device.type}:{asked}":
+        backend = asked
+    open_process_group(context=context, backend=backend, options=options)
 
 
 def _is_stale(found: Topology) -> bool:
@@ -213,42 +198,30 @@ def _is_stale(found: Topology) -> bool:
     return (said.rank, said.world_size) != (found.process_index, found.num_processes)
 
 
-_WRAPPED = "models that are wrapped in the process group"
-_HAS_MESH = "a device mesh was made of the process group"
-
-
-def note_wrapped(model: Module, wrap_again: Callable[[Any], None]) -> None:
-    """Register a prepared model that has to be wrapped again in a new process group."""
-    wrapped = current().shared.setdefault(_WRAPPED, [])
-    wrapped.append((weakref.ref(model), wrap_again))
-
-
-def note_mesh() -> None:
-    """Record that models of this rank are sharded over a device mesh.
-
-    A mesh is lost with its process group, so :func:`renew_group` then asks the user to prepare the
-    models again.
-    """
-    current().shared[_HAS_MESH] = True
+# Keys of ``current().shared``. Of prepared models that have to be wrapped again in a new process
+# group: a weak reference to each, and the function that does so.
+WRAPPED = "models that are wrapped in the process group"
+# Whether models are sharded over a device mesh, which is lost with its process group.
+HAS_MESH = "a device mesh was made of the process group"
 
 
 def renew_group() -> list[str]:
     """Make a new default process group in place of one that was destroyed; all ranks call it.
 
-    It also wraps the models of :func:`note_wrapped` again, unless models were sharded over a device
-    mesh (:func:`note_mesh`): then the user has to prepare them again. If this rank has made no
+    It also wraps the models of ``WRAPPED`` again, unless models were sharded over a device mesh
+    (``HAS_MESH``): then the user has to prepare them again. If this rank has made no
     ``Accelerator`` or ``PartialState``, the lost group was the user's own, and is not replaced.
     """
     if not is_established():
         return ["the process group of an earlier cell is gone: make it again where you need it"]
     establish()
-    if current().shared.pop(_HAS_MESH, False):
+    if current().shared.pop(HAS_MESH, False):
         line = (
             "the process group was made anew, and the device mesh of the one before is gone: make "
             "the Accelerator, and prepare what it trains, again"
         )
         return [line]
-    wrapped = [(held(), wrap_again) for held, wrap_again in current().shared.get(_WRAPPED, [])]
+    wrapped = [(held(), wrap_again) for held, wrap_again in current().shared.get(WRAPPED, [])]
     # On one rank a traceback may keep a model that is gone on the others.
     alive = [index for index, (model, _) in enumerate(wrapped) if model is not None]
     everywhere = set(alive).intersection(*gather_object([alive]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from notebook_accel.config.checks import as_count, parse_flag, value_of
+from notebook_accel.config.checks import parse_flag
 
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
@@ -24,12 +24,6 @@ def read_flag(name: str, default: bool = False) -> bool:
     """Return a setting as a bool, or the default if it is unset. ``name`` is as in :func:`read`."""
     variable = find(name)
     return default if variable is None else parse_flag(variable, os.environ[variable])
-
-
-def read_count(name: str) -> int | None:
-    """Return a setting as a whole number; None if it is unset. ``name`` is as in :func:`read`."""
-    variable = find(name)
-    return None if variable is None else as_count(variable, value_of(os.environ[variable], int))
 
 
 def find(name: str) -> str | None:

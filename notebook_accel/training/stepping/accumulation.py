@@ -6,6 +6,7 @@ A *window* is the group of batches whose gradients are summed for one optimizer 
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from notebook_accel.config.checks import as_count
+from notebook_accel.config.checks import as_count, value_of
 from notebook_accel.rank.this_rank import current
 from notebook_accel.training.collectives.nested import leaves
 from notebook_accel.training.processes.random_numbers import get_torch_states
@@ -196,7 +197,9 @@ def resolve_plugin(
             are None, ACCELERATE_GRADIENT_ACCUMULATION_STEPS decides; if that is unset, gradients
             are not accumulated.
     """
-    in_environment = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
+    in_environment = None
+    if (variable := environment.find("GRADIENT_ACCUMULATION_STEPS")) is not None:
+        in_environment = as_count(variable, value_of(os.environ[variable], int))
     if num_steps is not None:
         num_steps = as_count("gradient_accumulation_steps", num_steps)
         plugin = GradientAccumulationPlugin(num_steps=num_steps)

@@ -60,14 +60,11 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _of_inner(name: str, doc: str) -> property:
     """Return a property that reads and sets the attribute ``name`` of the wrapped optimizer."""
-
-    def read(prepared: AcceleratedOptimizer) -> Any:
-        return getattr(prepared.optimizer, name)
-
-    def write(prepared: AcceleratedOptimizer, value: Any) -> None:
-        setattr(prepared.optimizer, name, value)
-
-    return property(read, write, doc=doc)
+    return property(
+        lambda prepared: getattr(prepared.optimizer, name),
+        lambda prepared, value: setattr(prepared.optimizer, name, value),
+        doc=doc,
+    )
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):

@@ -293,7 +293,8 @@ class Strategy:
             return torch.nn.utils.clip_grad_norm_(weights, max_norm, norm_type=norm_type)
         weights = [weight for weight in weights if weight.grad is not None]
         norm: torch.Tensor = dtensors.total_grad_norm(weights, norm_type, self.topology.device)
-        dtensors.scale_grads(weights, max_norm, norm)
+        for group in dtensors.by_mesh(weights):
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
         return norm
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn import Module, Parameter
@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training.models import has_parts, weights_of
-from notebook_accel.training.processes.topology import note_wrapped
+from notebook_accel.training.processes.topology import WRAPPED
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
@@ -51,7 +52,8 @@ class DDPStrategy(Strategy):
         wrapped.require_forward_param_sync = 1  # type: ignore[assignment]
         wrapped.register_forward_pre_hook(_follow_what_trains)
         _note_what_trains(wrapped, options)
-        note_wrapped(wrapped, _wrap_again)
+        known = current().shared.setdefault(WRAPPED, [])
+        known.append((ref(wrapped), _wrap_again))
         return wrapped
 
     def wrap_optimizer(self, optimizer: Optimizer, *, moves_state: bool) -> AcceleratedOptimizer:

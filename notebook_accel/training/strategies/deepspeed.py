@@ -203,8 +203,11 @@ class DeepSpeedZero(Strategy):
             raise ConfigError(
                 f"clip_grad_norm_(norm_type={norm_type}): DeepSpeed clips by norm_type=2 alone"
             )
-        limit = 0.0 if max_norm == float("inf") else max_norm
-        return torch.tensor(self.engine.clip_and_step(limit), device=self.topology.device)
+        if self.engine.is_due:
+            limit = 0.0 if max_norm == float("inf") else max_norm
+            with set_within(self.engine.engine.optimizer, clip_grad=limit):
+                self.engine.step()
+        return torch.tensor(self.engine.get_global_grad_norm(), device=self.topology.device)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         if self.engine is not None:
@@ -352,14 +355,10 @@ def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
-    def convert_inputs(_: Module, args: Any, kwargs: Any) -> Any:
-        return recursively_apply(cast, (args, kwargs))
-
-    def convert_outputs(_: Module, __: Any, outputs: Any) -> Any:
-        return convert_to_fp32(outputs)
-
-    model.register_forward_pre_hook(convert_inputs, with_kwargs=True)
-    model.register_forward_hook(convert_outputs)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: recursively_apply(cast, (args, kwargs)), with_kwargs=True
+    )
+    model.register_forward_hook(lambda _, __, outputs: convert_to_fp32(outputs))
 
 
 def _whole(value: Any) -> Any:
@@ -463,44 +462,32 @@ class DeepSpeedEngineWrapper:
 
     Attributes:
         engine: the ``deepspeed.DeepSpeedEngine``.
+        is_due: whether there are gradients of a whole window that no step has used.
         step_was_skipped: whether the last step was skipped because a gradient overflowed.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.step_was_skipped = False
-        # Whether there are gradients of a whole window that no step has used.
-        self._is_due = False
+        self.is_due = False
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Compute gradients, and reduce them over the ranks; all ranks call it."""
         self.engine.set_gradient_accumulation_boundary(sync_gradients)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._is_due = sync_gradients
-
-    def clip_and_step(self, max_norm: float) -> float:
-        """Step, clipped, if a step is due; return the newest unclipped norm. All ranks call it."""
-        if self._is_due:
-            with set_within(self.engine.optimizer, clip_grad=max_norm):
-                self.step()
-        return self.get_global_grad_norm()
+        self.is_due = sync_gradients
 
     def step(self) -> None:
         """Take the optimizer step, if all its batches are accumulated and it was not taken yet."""
-        if self._is_due:
-            self._is_due = False
+        if self.is_due:
+            self.is_due = False
             self.engine.step()
             # Not asked later: an engine that has read a checkpoint says that none was applied.
             self.step_was_skipped = not self.engine.was_step_applied()
 
-    def drop(self) -> None:
-        """Drop the gradients of a step that was not taken; keep those being accumulated."""
-        if self._is_due:
-            self.drop_all()
-
     def drop_all(self) -> None:
         """Drop all gradients that no step has used, even while batches are being accumulated."""
-        self._is_due = False
+        self.is_due = False
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
         if self.engine.zero_optimization_stage() < 3:
@@ -549,7 +536,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that was not taken; keep those being accumulated."""
-        self._engine.drop()
+        if self._engine.is_due:
+            self._engine.drop_all()
 
     def drop_gradients(self) -> None:
         self._engine.drop_all()

@@ -69,12 +69,6 @@ def total_grad_norm(
     return total
 
 
-def scale_grads(weights: Iterable[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
-    """Scale gradients in place so that their norm is at most ``max_norm``."""
-    for group in by_mesh(weights):
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
-
-
 def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Shard a full tensor like ``target`` if that is a ``DTensor``; all ranks call it."""
     if not isinstance(target, DTensor) or isinstance(whole, DTensor):

@@ -66,6 +66,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
+from notebook_accel.rank.this_rank import current
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.models import (
@@ -76,7 +77,7 @@ from notebook_accel.training.models import (
     tied_names,
     weights_of,
 )
-from notebook_accel.training.processes.topology import note_mesh
+from notebook_accel.training.processes.topology import HAS_MESH
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
@@ -138,7 +139,7 @@ class MeshParallel(Strategy):
         if sizes.dp_replicate_enabled and "dp_shard" not in dimensions:
             # fully_shard replicates over the first of two dimensions: the second may have one rank.
             dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
-        note_mesh()
+        current().shared[HAS_MESH] = True
         self.mesh = sizes.arrange_ranks(self.topology.device.type, dimensions)
         self.parallelism.device_mesh = self.mesh
         if asked is not None:

@@ -37,7 +37,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -149,7 +149,7 @@ class PipelineParallel(MeshParallel):
             if weight.requires_grad and weight in self._keys:
                 raise shared_weight(model, name)
         number = self._num_prepared = self._num_prepared + 1
-        note = _name_all([*model.state_dict()])
+        note = partial(_name_all, [*model.state_dict()])
         model.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
         keys = {name: (number, place) for place, name in enumerate(weights)}
         for name, weight in weights.items():
@@ -164,7 +164,11 @@ class PipelineParallel(MeshParallel):
                 self._replaced[weight] = self._elsewhere(self._keys[weight])
         pipeline = pipeline_of(model)
         assert pipeline is not None
-        pipeline.note_weights(model)
+        # Now: sharding has replaced the weights of the cut model.
+        outside = weights_outside(model, pipeline.prefix)
+        pipeline.shared_weights = list(outside.values())
+        pipeline.own_weights = [part for part in model.parameters() if id(part) not in outside]
+        pipeline.sharded_blocks = [part for part in model.modules() if isinstance(part, FSDPModule)]
         return model
 
     def cut(self, model: Module) -> list[Module]:
@@ -236,7 +240,8 @@ class PipelineParallel(MeshParallel):
         else:
             power = collectives.reduce(norm**norm_type, "sum", group=self._group)
             total = power ** (1 / norm_type)
-        dtensors.scale_grads(weights, max_norm, total)
+        for group in dtensors.by_mesh(weights):
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
         return total
 
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
@@ -247,9 +252,9 @@ class PipelineParallel(MeshParallel):
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
         pipeline, found = pipeline_of(model), super().buffers_elsewhere(model)
-        if pipeline is None or pipeline.has_last_stage:
+        if pipeline is None or len(pipeline.ranges) - 1 in pipeline.own_stages:
             return found
-        # It alone runs the model's forward to its end (see _join).
+        # The rank of the last stage alone runs the model's forward to its end (see _join).
         prefix = pipeline.prefix
         return found | {name for name, _ in model.named_buffers() if not name.startswith(prefix)}
 
@@ -297,14 +302,10 @@ def _of_own_weights(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, An
 _NAMES = "_notebook_accel_names"
 
 
-def _name_all(names: list[str]) -> Callable[..., None]:
-    """Return a hook that attaches the uncut model's names to a state dict, for ``make_whole``."""
-
-    def note(_: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        if not prefix:
-            setattr(state, _NAMES, names)
-
-    return note
+def _name_all(names: list[str], _: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Attach the uncut model's names to a state dict, for ``make_whole`` (a hook)."""
+    if not prefix:
+        setattr(state, _NAMES, names)
 
 
 def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -427,7 +428,7 @@ class Pipeline:
             container[index] = here = block if index in kept else _OnOtherStage(block)
             here.__dict__["forward"] = _BlockForward(here, self, index)
         model.__dict__["forward"] = _PipelinedForward(model, self)
-        # What only this rank of the pipeline has, and what every rank has: see ``note_weights``.
+        # What only this rank of the pipeline has, and what every rank has: set once it is sharded.
         self.own_weights: list[nn.Parameter] = []
         self.shared_weights: list[nn.Parameter] = []
         self.sharded_blocks: list[FSDPModule] = []
@@ -438,18 +439,6 @@ class Pipeline:
         # of them, by its number, into what backward begins with.
         self.micro_batches: list[_MicroBatch] = []
         self.end: Callable[[int, Any], torch.Tensor] | None = None
-
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank has the last stage, which computes the model's outputs."""
-        return len(self.ranges) - 1 in self.own_stages
-
-    def note_weights(self, model: Module) -> None:
-        """Set the three kinds of weights from the cut model, after sharding has replaced them."""
-        outside = weights_outside(model, self.prefix)
-        self.shared_weights = list(outside.values())
-        self.own_weights = [part for part in model.parameters() if id(part) not in outside]
-        self.sharded_blocks = [part for part in model.modules() if isinstance(part, FSDPModule)]
 
     def forward_backward(
         self,
@@ -491,10 +480,10 @@ class Pipeline:
             self._schedule_for(model).step(
                 *first, number=numbers, target=numbers, return_outputs=False
             )
-            loss = torch.zeros((), device=self.device)
-            if self.has_last_stage:
+            loss, last = torch.zeros((), device=self.device), len(self.ranges) - 1
+            if last in self.own_stages:
                 loss += torch.stack([*losses.values()]).sum()
-        dist.broadcast(loss, src=self._rank_of(len(self.ranges) - 1), group=self.group)
+        dist.broadcast(loss, group=self.group, group_src=last % self.group.size())
         return loss
 
     def _divide(self, inputs: Any, targets: Any) -> list[_MicroBatch]:
@@ -572,14 +561,11 @@ class Pipeline:
         """Run all stages without backward; all ranks call it, and get the outputs."""
         outputs = None
         for stage in range(len(self.ranges)):
-            owner = self._rank_of(stage)
+            owner = dist.get_global_rank(self.group, stage % self.group.size())
             if stage in self.own_stages:
                 outputs = self.run(stage, outputs, forward)
             outputs = self._spread(outputs, owner)
         return outputs
-
-    def _rank_of(self, stage: int) -> int:
-        return dist.get_global_rank(self.group, stage % dist.get_world_size(self.group))
 
     def _spread(self, values: Any, source: int) -> Any:
         """Broadcast nested tensors of global rank ``source``; all ranks of the pipeline call it."""
