@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 
-def eventually(condition: Callable[[], object], *, within: float = 60.0, what: str) -> None:
-    """Wait until ``condition()`` holds; 60 s are wide enough for a busy machine."""
+def eventually(condition: Callable[[], object], *, within: float = 100.0, what: str) -> None:
+    """Wait until ``condition()`` holds; 100 s are wide enough for a busy machine."""
     deadline = time.monotonic() + within
     while True:
         began = time.monotonic()

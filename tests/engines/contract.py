@@ -494,8 +494,7 @@ class EngineContract:
     @pytest.mark.parametrize("reads", [True, False], ids=["reads should_stop", "never asks"])
     def test_all_ranks_leave_at_the_same_point(self, reads, tmp_path):
         def train(folder):
-            _join_group()
-            me, step = dist.get_rank(), 0
+            me, step = current().rank, 0
 
             def count():
                 # Ranks come one after the other: a stop finds some that passed, some that did not.
@@ -507,7 +506,7 @@ class EngineContract:
 
             try:
                 while count():
-                    _talk()
+                    _meet()
                     current().count_step()
                     step += 1
             finally:
