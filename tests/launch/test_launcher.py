@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -307,29 +306,6 @@ def test_a_full_log_disk_hides_no_error():
     [notice] = caught.value.run.state.notices
     assert "disk full: what rank 0 prints is lost" in notice
     assert "NOTEBOOK_ACCEL_RUNS" in notice
-
-
-@pytest.fixture
-def small_disk(tmp_path, monkeypatch):
-    """A disk of 1 MB, on which runs are kept."""
-    (tmp_path / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
-    if os.geteuid() or subprocess.run(mount, check=False).returncode:
-        pytest.skip("only root may mount a disk, and not in every container")
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "disk" / "runs"))
-    yield tmp_path / "disk"
-    subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
-
-
-def test_a_disk_that_c_code_has_filled_is_named(small_disk):
-    def train():
-        for _ in range(200):
-            ctypes.CDLL(None).puts(b"x" * 10_000)
-        print("Python finds the disk full")
-
-    notices = on_cpu(train, n=1).state.notices
-    assert sum("disk full: what rank 0 prints is lost" in notice for notice in notices) == 1
-    assert shutil.disk_usage(small_disk).free == 0
 
 
 class Exits:

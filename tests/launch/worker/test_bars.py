@@ -16,16 +16,11 @@ from tests.launches import on_cpu
 
 
 def loops():
-    for _ in tqdm(range(3), desc="plain"):
-        pass
-    for _ in trange(4, desc="a range"):
-        pass
-    for _ in auto(range(5), desc="auto", leave=False):
-        pass
-    for _ in tqdm([], desc="empty"):
-        pass
-    for _ in tqdm((n for n in range(6)), desc="no total"):
-        pass
+    list(tqdm(range(3), desc="plain"))
+    list(trange(4, desc="a range"))
+    list(auto(range(5), desc="auto", leave=False))
+    list(tqdm([], desc="empty"))
+    list(tqdm((n for n in range(6)), desc="no total"))
     for _ in tqdm(range(10), desc="left"):
         break
     bar = tqdm(total=5, desc="no end")
@@ -33,19 +28,16 @@ def loops():
     bar.update(float("nan"))
     bar.close()
     for _ in tqdm(range(2), desc="outer"):
-        for _ in tqdm(range(3), desc="inner", leave=False):
-            pass
+        list(tqdm(range(3), desc="inner", leave=False))
 
 
 def of_notebooks():
     from tqdm.notebook import tnrange, tqdm, tqdm_notebook, trange
 
     for number, bar in enumerate((tqdm, tqdm_notebook), start=2):
-        for _ in bar(range(number), desc=f"widget {number}"):
-            pass
+        list(bar(range(number), desc=f"widget {number}"))
     for number, bar in enumerate((trange, tnrange), start=4):
-        for _ in bar(number, desc=f"widget {number}"):
-            pass
+        list(bar(number, desc=f"widget {number}"))
 
 
 class Mine(tqdm):
@@ -94,10 +86,8 @@ def to_files():
     for number in tqdm(range(3), desc="loop"):
         tqdm.write(f"line {number}", file=sys.stderr)
     own = io.StringIO()
-    for _ in tqdm(range(3), desc="own", file=own):
-        pass
-    for _ in tqdm(range(3), desc="out", file=sys.stdout):
-        pass
+    list(tqdm(range(3), desc="own", file=own))
+    list(tqdm(range(3), desc="out", file=sys.stdout))
     return own.getvalue()
 
 
@@ -106,8 +96,7 @@ def in_a_forked_child(told):
     before = told.call_count
     pid = os.fork()
     if not pid:
-        for _ in tqdm(range(3), desc="child"):
-            pass
+        list(tqdm(range(3), desc="child"))
         outer.update(5)
         outer.close()
         os._exit(told.call_count - before)
@@ -128,8 +117,7 @@ def fast(told):
 
 def in_threads():
     def work(number):
-        for _ in tqdm(range(number), desc=f"thread {number}"):
-            pass
+        list(tqdm(range(number), desc=f"thread {number}"))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, (3, 4)))
