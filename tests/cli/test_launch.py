@@ -1,6 +1,6 @@
 """Scripts that ``notebook-accel launch`` and its peers start, and what it refuses to start."""
 
-import importlib.util
+import importlib
 import os
 import socket
 import subprocess
@@ -37,16 +37,11 @@ def in_notebook(tmp_path_factory):
     """The losses of the script's function on two ranks of notebook_launcher."""
     file = tmp_path_factory.mktemp("notebook") / "training_of_a_notebook.py"
     file.write_text(SCRIPT)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    sys.path.insert(0, str(file.parent))
-    try:
-        spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(file.parent)
+        module = importlib.import_module(file.stem)
         result = notebook_launcher(module.main, num_processes=2, view="none")[0]
-    finally:
-        sys.path.remove(str(file.parent))
-        del sys.modules[file.stem]
+    del sys.modules[file.stem]
     return result
 
 

@@ -814,21 +814,6 @@ def test_notices_are_shown_once_whoever_says_them():
 # ---- bad input starts nothing --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "said"),
-    [
-        (None, (), "without calling"),
-        (lambda a: a, (), "missing"),
-        (lambda: 0, (1,), "too many"),
-        (lambda *a: a, "text", "tuple"),
-    ],
-)
-def test_a_bad_call_fails_before_anything_starts(function, args, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
-        launch(function, args, config=LaunchConfig())
-    assert not (tmp_path / "runs").exists()
-
-
 def test_devices_that_there_are_not():
     with pytest.raises(ConfigError, match=r"devices=\[990\]") as caught:
         launch(lambda: 1, config=LaunchConfig(devices=[990]))

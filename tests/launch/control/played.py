@@ -58,9 +58,6 @@ class PlayedAgent:
             os.close(fd)
         return message
 
-    def says_nothing_new(self) -> bool:
-        return not self.channel.drain()
-
     def tell(self, kind: type[wire.Message], /, **fields: Any) -> None:
         """Say something, about the first call if nothing else is given."""
         with self._speaking:

@@ -14,19 +14,10 @@ from notebook_accel.actions.scoreboard import RankRow
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
+pytestmark = pytest.mark.usefixtures("signals_come_back")
 NUM_MESSAGES = 20_000
 
 
-@pytest.fixture
-def _signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signals")
 def test_a_signal_handler_that_reports_during_a_report():
     ours, theirs = socket.socketpair()
     sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
@@ -65,7 +56,6 @@ class TickError(Exception):
     """What the signal handler of the user's code raises."""
 
 
-@pytest.mark.usefixtures("_signals")
 def test_a_signal_handler_that_raises_during_a_report():
     ours, theirs = socket.socketpair()
     # Frames are larger than what the socket takes at once.
@@ -102,7 +92,6 @@ def test_a_signal_handler_that_raises_during_a_report():
     assert set(range(1, number + 1)) - set(heard) <= set(raised)
 
 
-@pytest.mark.usefixtures("_signals")
 def test_a_result_goes_out_though_the_function_left_no_descriptor():
     ours, theirs = socket.socketpair()
     sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
@@ -121,7 +110,6 @@ def test_a_result_goes_out_though_the_function_left_no_descriptor():
     os.close(reading)
 
 
-@pytest.mark.usefixtures("_signals")
 def test_an_interrupt_waits_for_the_outermost_block():
     interrupts = Interrupts(RankRow())
     interrupts.begin_call(1)
@@ -135,7 +123,6 @@ def test_an_interrupt_waits_for_the_outermost_block():
     assert whole
 
 
-@pytest.mark.usefixtures("_signals")
 def test_an_interrupt_in_a_block_that_fails_is_not_raised_after_the_call():
     interrupts = Interrupts(RankRow())
     interrupts.begin_call(1)

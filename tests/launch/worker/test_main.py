@@ -15,22 +15,14 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.payload import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.worker import groups, main
-from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
+from notebook_accel.launch.worker.interrupts import Interrupts
 from notebook_accel.launch.worker.main import Inherited, Worker, _hint, _says_lost_peer
-from notebook_accel.rank.this_rank import LaunchedContext
 from tests.descriptors import open_descriptors
+from tests.rank.test_this_rank import launched
 
 
 @pytest.fixture
-def _signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, WAKE_SIGNAL)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-def worker(_signals):
+def worker(signals_come_back):
     return new_worker()
 
 
@@ -151,18 +143,6 @@ def test_a_long_text_takes_no_long_time(word):
     assert time.perf_counter() - begin < 20
 
 
-def new_context():
-    return LaunchedContext(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        run="r",
-        send=lambda _: None,
-        board=Scoreboard(1),
-    )
-
-
 def outcome_of(parcel, context, *, is_interrupted=False):
     before = signal.getsignal(signal.SIGINT)
     row = RankRow()
@@ -194,7 +174,7 @@ class FailingStream:
 def test_a_stream_of_the_users_own_hides_no_error(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     parcel = payload.pack_call(leave, (KeyError("lost"),)).parcel
-    ended, _ = outcome_of(parcel, new_context())
+    ended, _ = outcome_of(parcel, launched(0)[0])
     assert ended.type_name == "KeyError"
 
 
@@ -203,7 +183,7 @@ def test_a_stream_of_the_users_own_hides_no_error(stream, monkeypatch):
     [(None, True), (RunStopped(), True), (SystemExit(0), True), (SystemExit(3), False)],
 )
 def test_what_was_put_off_is_done_however_the_function_is_left(error, is_finished):
-    context, done = new_context(), []
+    context, done = launched(0)[0], []
     context.before_return["it"] = lambda: done.append("it")
     parcel = payload.pack_call(leave, (error,)).parcel
     outcome_of(parcel, context)
@@ -220,7 +200,7 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(monkeypatch):
 
     parcel = payload.pack_call(bytes, (MAX_INLINE_BYTES + 1,)).parcel
     monkeypatch.setattr(main, "pack", pack_and_interrupt)
-    ended, [fd] = outcome_of(parcel, new_context())
+    ended, [fd] = outcome_of(parcel, launched(0)[0])
     os.close(fd)
     assert isinstance(ended, wire.Returned)
 
@@ -230,7 +210,7 @@ def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it():
     large = bytearray(MAX_INLINE_BYTES + 1)
     parcel = payload.pack_call(len, (large,)).parcel
     before = open_descriptors()
-    ended, _ = outcome_of(parcel, new_context(), is_interrupted=True)
+    ended, _ = outcome_of(parcel, launched(0)[0], is_interrupted=True)
     assert ended.kind == "interrupted"
     assert parcel.fds
     assert not [one for one in open_descriptors() - before if "memfd:notebook_accel" in one]
