@@ -2,12 +2,14 @@
 
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
-from notebook_accel.system.processes import adopt_orphans, kill_descendants
+from notebook_accel.system.processes import adopt_orphans, kill_descendants, python_code
 from tests.interpreters import run_script
 
 NOBODY = 65534
@@ -36,7 +38,7 @@ def in_child(act):
 
 ZOMBIES = """
 import os, time
-from notebook_accel.system.processes import adopt_orphans, kill_descendants
+from notebook_accel.system.processes import adopt_orphans, kill_descendants, python_code
 
 adopt_orphans()
 pids = {os.fork() or os._exit(0) for _ in range(300)}
@@ -71,3 +73,11 @@ def test_kept_children_keep_what_is_below_them():
         return len(reaped) == 2 and other in reaped and left == sorted([kept, *below])
 
     assert in_child(act)
+
+
+def test_a_path_among_the_folders_of_modules_is_passed_over(monkeypatch):
+    """Its text would be no Python in the process that is started with it."""
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere"), "/here"])
+    *_, code = python_code("pass")
+    assert "'/here'" in code
+    assert "elsewhere" not in code
