@@ -12,8 +12,6 @@ import psutil
 from notebook_accel.system.processes import adopt_orphans, kill_descendants, python_code
 from tests.interpreters import run_script
 
-NOBODY = 65534
-
 
 def fork(act=lambda: time.sleep(600)):
     pid = os.fork()

@@ -16,7 +16,6 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError, enco
 
 pytestmark = pytest.mark.usefixtures("leaves_no_descriptor")
 SOON = 5.0
-BIG = "x" * 3_000_000
 
 
 @pytest.fixture
