@@ -176,7 +176,7 @@ def test_one_variable_leaves_torch_as_it_is(monkeypatch):
         files = [code.co_filename for code in codes if code is not None]
         return sum(file.endswith("launch/worker/torch_fixes.py") for file in files), int(number)
 
-    assert on_cpu(look).results == [(4, 2)] * 2
+    assert on_cpu(look)[0] == (4, 2)
     monkeypatch.setenv("NOTEBOOK_ACCEL_TORCH_FIXES", "0")
     assert on_cpu(look).results == [(0, 2)] * 2
 
