@@ -6,21 +6,6 @@ import transformers
 from notebook_accel.config import LaunchConfig
 from tests.launches import launch
 from tests.training.test_seeds import train_all
-from tests.xla.plain import run
-
-# fp16 is for GPUs, and refused here.
-SCRIPT = """
-import sys
-from notebook_accel import Accelerator
-from tests.training.test_seeds import train_all
-assert Accelerator().device.type == "xla"
-train_all(sys.argv[1], "bf16")
-"""
-
-
-@pytest.mark.timeout(600)
-def test_in_plain_python(tmp_path):
-    run(SCRIPT, str(tmp_path))
 
 
 @pytest.mark.timeout(600)
@@ -28,6 +13,7 @@ def test_on_two_ranks(two_ranks, tmp_path):
     def train():
         # Ranks that are threads get it with the function; two that import it at once may fail.
         assert transformers.__version__
+        # fp16 is for GPUs, and refused here.
         train_all(str(tmp_path), "bf16")
 
     run = launch(train, (), config=LaunchConfig(engine="xla"))
