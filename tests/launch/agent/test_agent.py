@@ -163,6 +163,12 @@ def failures(agent, num_ranks):
     return ends
 
 
+def test_a_victim_in_a_session_is_interrupted_and_said_to_be_one(agent):
+    agent.launch(3)
+    agent.call(lambda: raises() if os.environ["RANK"] == "1" else sleeps())
+    assert failures(agent, 3) == {0: "interrupted by us", 1: "exception", 2: "interrupted by us"}
+
+
 @pytest.mark.parametrize("last", [True, False], ids=["last call", "session"])
 def test_a_rank_that_comes_late_to_the_function_fails_by_itself(agent, last):
     agent.launch(3)
