@@ -384,7 +384,7 @@ class AccelerateMagics(Magics):
     def _doctor(self, arguments: Sequence[str]) -> None:
         lines = as_lines(examine(in_notebook=find_kernel() is not None))
         # What is printed JupyterLab breaks within words.
-        html = lines_to_markup(lines, "white-space:pre-wrap;word-break:normal")
+        html = lines_to_markup(lines, "margin:0;white-space:pre-wrap;word-break:normal")
         display({"text/plain": "\n".join(lines), "text/html": str(html)}, raw=True)
 
     def _running(self) -> NotebookSession:
