@@ -338,7 +338,10 @@ def check_run(
     assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
     of_norms = 10 * float_error + 16 * rounding
     assert ours["norms"] == pytest.approx(expected["norms"], rel=of_norms)
-    check_weights(ours["weights"], expected["weights"], error)
+    # In 16 bits, as much of the path that a weight goes: an error of a gradient moves it by no
+    # more than twice lr / eps of AdamW, which is 0.2 in these cases.
+    moved = (2 * float_error + 0.2 * rounding) * len(expected["losses"])
+    check_weights(ours["weights"], expected["weights"], min(error, moved))
     samples = data(case.get("samples", 16)).tensors[0].tolist()
     assert sorted(ours["samples"]) == sorted(2 * samples)
 
