@@ -139,6 +139,8 @@ def run_basics(waiting):
     load("test_ops", waiting).main()
     load("test_script", waiting).main()
     sync = load("test_sync", waiting)
+    # Its data are drawn without a seed: now and then a gradient is so small that rounding shows.
+    sync.RegressionDataset = functools.partial(sync.RegressionDataset, seed=42)
     sync.main()
     return sync
 

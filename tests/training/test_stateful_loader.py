@@ -187,13 +187,14 @@ def test_ranks_go_on_from_a_checkpoint(kind, tmp_path):
         for batch in batches:
             seen.append(batch.tolist())
             if len(seen) == number:
-                accelerator.save_state(tmp_path / "state")
+                # Each into a folder of its own: rank 0 may write the next one while rank 1 loads.
+                accelerator.save_state(tmp_path / f"after {number}")
                 accelerator.wait_for_checkpoint()  # what a late rank adds
         return seen
 
-    def goes_on():
+    def goes_on(number):
         accelerator, loader = make()
-        accelerator.load_state(tmp_path / "state")
+        accelerator.load_state(tmp_path / f"after {number}")
         rest = lists(loader)
         # What fills the last round up is from where the pass began to read.
         assert (rest[:-1], len(rest)) == (whole[3:-1], len(whole) - 3)
@@ -201,13 +202,13 @@ def test_ranks_go_on_from_a_checkpoint(kind, tmp_path):
 
     accelerator, loader = make()
     whole = save_after(3, loader, accelerator)
-    resumed = goes_on()
+    resumed = goes_on(3)
     if kind != "shuffled":
         stream = getattr(resumed.dataset, "dataset", resumed.dataset)
         assert min(stream.read, default=18) >= 18, "what came before was not read again"
         accelerator, loader = make()
         assert save_after(1, skip_first_batches(loader, 2), accelerator) == whole[2:]
-        goes_on()
+        goes_on(1)
 
 
 def test_torchdata_that_is_missing_is_named(monkeypatch):
