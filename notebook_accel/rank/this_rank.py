@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -61,6 +61,10 @@ MemoryReader = Callable[[], DeviceMemory | None]
 
 class Training(Protocol):
     """Protocol of a training whose state can be saved when the run is stopped."""
+
+    @property
+    def optimizers(self) -> Sequence[object]:
+        """Those that were prepared."""
 
     def memory_parts(self, error: BaseException) -> dict[str, int]:
         """Return bytes in the device's memory by part, if ``error`` says that it is full.
@@ -469,8 +473,10 @@ class LaunchedContext(RankContext):
 
     @property
     def num_steps(self) -> int | None:
-        row = self._row
-        return row.steps or row.batches or row.reads or row.saves
+        row, training = self._row, self._newest_training()
+        if row.steps or (training is not None and training.optimizers):
+            return row.steps
+        return row.batches or row.reads or row.saves
 
     def should_stop(self) -> bool:
         row = self._row

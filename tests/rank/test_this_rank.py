@@ -198,3 +198,18 @@ def test_steps_and_the_memory_now_and_then():
     context.count_step(lambda: None)
     context.count_step()
     assert board.row(1).steps == 1002
+
+
+class _Training:
+    optimizers = ("one",)
+
+
+def test_steps_are_those_of_optimizers_and_without_any_batches():
+    """In a first window of several batches, steps would else go down again at its end."""
+    context, _, _ = launched()
+    context.count_batch()
+    context.count_batch()
+    assert context.num_steps == 2
+    training = _Training()
+    context.note_training(training, "")
+    assert context.num_steps == 0

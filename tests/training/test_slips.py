@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,29 @@ def test_a_loader_that_was_not_prepared_is_named_once(kind, is_told):
     )
     # Rank 0 warns for the machine.
     assert told == [line] * (is_told and accelerator.is_main_process)
+
+
+class _Lazy(dict):
+    def items(self):
+        raise AssertionError("it would import all that it has")
+
+
+@on_ranks(2)
+def test_what_is_evaluated_on_all_ranks_says_nothing_of_a_loader_of_its_name():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    lazy, data = _Lazy(), SimpleNamespace(val=DataLoader(_DATA, 2))
+    with warnings_about("prepared") as told:
+        with torch.no_grad():
+            assert lazy == {}
+            assert [model(inputs).shape for (inputs,) in data.val]
+        loader = DataLoader(_DATA, 2, sampler=DistributedSampler(_DATA))
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert told == []
 
 
 @pytest.mark.parametrize(("is_in_dictionary", "name"), [(True, "ours['train']"), (False, "loader")])

@@ -58,12 +58,14 @@ class _Watch:
     """Of first batches, by the loader's name: some code makes its loader anew for each epoch."""
 
     def look(self, name: str, batch: Any) -> None:
+        if not (torch.is_grad_enabled() and self.trains()):
+            return  # what is evaluated may be the same on all ranks
         key, size = f"first batch of {name} in call {current().call}, share ", self.group.size
         store = exchange().store()
         if name not in self.digests:
             self.digests[name] = _digest(batch)
             store.set(f"{key}{self.group.index}", self.digests[name])
-        elif torch.is_grad_enabled() and self.trains():
+        else:
             other = f"{key}{(self.group.index + 1) % size}"
             if store.check([other]) and store.get(other) == self.digests[name].encode():
                 notice_once(
@@ -121,9 +123,10 @@ def _name_of(loader: DataLoader[Any], frame: FrameType | None) -> str:
             for name, value in list(names.items()):
                 if value is loader and name != "self":
                     return f"{prefix}{name}"
-                # One for each phase: {"train": ..., "val": ...}. A large one is of something else.
-                if isinstance(value, dict) and len(value) < 10:
-                    for key in [key for key, one in value.items() if one is loader]:
+                # One for each phase: {"train": ..., "val": ...}. A large one is of something else,
+                # and one of a class derived from dict may import all that it has.
+                for key, one in list(value.items()) if type(value) is dict else ():
+                    if one is loader and isinstance(key, (str, int)) and len(value) < 10:
                         return f"{prefix}{name}[{key!r}]"
         frame = frame.f_back
     return "loader"
