@@ -159,6 +159,9 @@ class CommonActions:
     def end(self, why: str) -> None:
         with self._lock:
             self._why_ended = why
+            if self._pause:  # an interrupt or a failure has ended it
+                self._pause = 0
+                self._on_pause(False)
             waiting, self._line = self._line, []
             for asked in waiting:
                 _end(asked.done, RuntimeError(why))

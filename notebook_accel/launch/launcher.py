@@ -516,7 +516,8 @@ def _shared_devices(request: LaunchRequest, devices: tuple[int, ...]) -> list[st
     if not users or request.config.devices is not None:
         return []
     free, names = _free_and_users(range(len(look_at_machine().found.names)))
-    way = f"devices={free} takes those that are free" if free else "none is free"
+    is_enough = len(free) >= len(devices)
+    way = f"devices={free} takes those that are free" if is_enough else f"{len(free)} are free"
     return [f"it shares its devices with other runs of this kernel: {names}; {way}"]
 
 

@@ -193,8 +193,12 @@ def _in_decorators(node: ast.FunctionDef | ast.ClassDef) -> Iterator[_Found]:
             # fastcore's assign the function to the class of `self: Learner`, or to their argument.
             given = decorator.args if isinstance(decorator, ast.Call) else []
             annotated = [one.annotation for one in node.args.args[:1] if one.annotation]
-            for owner in given or annotated:
-                yield from _found(ast.Attribute(owner, node.name), ast.Name(f"{name} {node.name}"))
+            # With options they make properties, say, which this does not carry.
+            owners = () if getattr(decorator, "keywords", ()) else given or annotated
+            for part in (part for owner in owners for part in ast.walk(owner)):
+                if isinstance(part, (ast.Name, ast.Attribute)):  # of several: (A, B) or A | B
+                    for own in (node.name, f"_orig_{node.name}"):
+                        yield from _found(ast.Attribute(part, own), ast.Name(f"{name} {own}"))
 
 
 def _in_call(node: ast.Call) -> Iterator[_Found]:

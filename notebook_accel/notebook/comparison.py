@@ -205,8 +205,8 @@ def called(runs: Sequence[tuple[str, Run]]) -> dict[str, Run]:
         is_enough = about in ("", name) or len({*names}) == 1
         texts.append((about or name) if is_enough else f"{name} ({about})")
     return {
-        one_line(text if texts.count(text) == 1 else f"{label} ({run.id})", _MAX_LABEL): run
-        for text, (label, run) in zip(texts, runs, strict=True)
+        one_line(text if texts.count(text) == 1 else f"{name} ({run.id})", _MAX_LABEL): run
+        for text, name, (_, run) in zip(texts, names, runs, strict=True)
     }
 
 

@@ -530,8 +530,10 @@ class LaunchedContext(RankContext):
         if action.kind == "pause":
             training = self._newest_training()
             with training.off_device() if training else contextlib.nullcontext():
-                self._log("paused; run.go_on() goes on")
+                self._log("paused")
+                began = time.monotonic()
                 self._board.wait_in_pause(self.local_rank, number)
+                self._step_began += time.monotonic() - began
             self._log("goes on")
             return False
         self._log(", ".join(f"{name}={value!r}" for name, value in action.values.items()) or "save")

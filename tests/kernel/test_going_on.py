@@ -85,6 +85,7 @@ def test_a_paused_run_ends_with_an_interrupt_a_rank_or_its_kernel():
         assert "KeyboardInterrupt" in notebook.finish(cell).traceback[-1]
         kept = notebook.run("kept = last_run()\nprint(kept.status, kept.rescued.missing)")
         assert kept == "stopped []\n"
+        assert float(notebook.run("print(kept.state.paused_seconds)")) > 0
         notebook.run(BEGIN + "run.pause()\nimport os, signal\nos.kill(run.pids[1], signal.SIGKILL)")
         assert "rank 1 was killed by SIGKILL" in notebook.fails("run.wait()")
         notebook.run(BEGIN + "run.pause()")

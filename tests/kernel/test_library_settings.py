@@ -13,6 +13,7 @@ torch.load("no file")                       <- original = torch.load; torch.load
 nn.Linear(2, 3).num_params()                <- nn.Module.num_params = num_params
 torch.ones(1).twice().item()                <- setattr(torch.Tensor, "twice", lambda self: self * 2)
 torch.ones(1).thrice()                      <- @patch ^ def thrice(self: torch.Tensor): return 3
+nn.Linear(2, 3).half() <- @patch ^ def half(self: A | B): return self._orig_half().bias.dim()
 torch.ones(2).size_of()                     <- @patch_to(torch.Tensor) ^ def size_of(self): return 2
 json.JSONEncoder.default.__name__           <- json.JSONEncoder.default = default
 csv.QUOTE_MINE                              <- csv.QUOTE_MINE = 7
@@ -112,7 +113,13 @@ def default(self, value):
     return str(value)
 
 def patch(f):  # as fastcore has it
-    setattr(f.__annotations__["self"], f.__name__, f)
+    kinds = f.__annotations__["self"]
+    for kind in getattr(kinds, "__args__", (kinds,)):
+        if hasattr(kind, f.__name__):
+            setattr(kind, "_orig_" + f.__name__, getattr(kind, f.__name__))
+        setattr(kind, f.__name__, f)
+
+A, B = nn.Linear, nn.Bilinear
 
 def patch_to(kind):
     return lambda f: setattr(kind, f.__name__, f)

@@ -420,6 +420,8 @@ class HangWatch:
         if state.status != "running":
             # Ranks that were asked to leave are no longer looked at. A hang that was found before
             # stays in the state: it tells why somebody wanted the end.
+            # Nobody is quiet for the time of a pause.
+            self._moved = {} if state.status == "paused" else self._moved
             return state
         before = state.ranks if self._seen is None else self._seen.ranks
         for old, rank in zip(before, state.ranks, strict=True):

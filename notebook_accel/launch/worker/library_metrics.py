@@ -91,7 +91,10 @@ def _follow_fastai(learner: Any) -> None:
         def after_train(self) -> None:
             self.bar.close()
 
+        after_fit = after_train  # a fit or an epoch that is cancelled ends without after_train
+
         def after_epoch(self) -> None:
+            self.bar.close()
             names, logged = self.recorder.metric_names, self.recorder.log
             # Without training, as in validate(), there are fewer columns than names.
             if len(names) == len(logged):
@@ -129,8 +132,9 @@ def _follow_summary_writer(module: Any) -> None:
 
 
 def _draw_by_tqdm(connector: Any) -> None:
-    """Have Lightning draw tqdm's bars, which the notebook shows, where it has rich's as well."""
-    connector.RichProgressBar = connector.TQDMProgressBar
+    """Have Lightning draw tqdm's bars, which the notebook shows, where it would draw rich's."""
+    if hasattr(connector, "_RICH_AVAILABLE"):  # since 2.6; earlier ones ask for the class alone
+        connector.RichProgressBar = connector.TQDMProgressBar
 
 
 def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:

@@ -615,7 +615,8 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
     view = launch.get("view", "auto")
     choose_view(view)  # for its check alone
     config, _ = resolve(settings_of(launch), launch.get("config"))
-    with _says_that_it_starts(_name_of(function), view) as slot:
+    slot = _starting_line(_name_of(function), view)
+    with _cleared_by_an_error(slot):
         leases = LEASES[config.engine](config, asked["concurrent"])
         if asked["detach"]:
             folder.hold(asked)
@@ -641,7 +642,7 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
 
     found: Sweep | None = None
     try:
-        with held():
+        with held(), _cleared_by_an_error(slot):
             found = Sweep(call, asked, folder, arguments, leases, start, slot)
         return found.wait() if asked["block"] else found
     except KeyboardInterrupt as error:
@@ -657,15 +658,19 @@ def _name_of(function: Callable[..., Any]) -> str:
     return one_line(str(getattr(function, "__name__", type(function).__name__)), 60)
 
 
-@contextmanager
-def _says_that_it_starts(name: str, view: str | View) -> Iterator[DisplaySlot]:
-    """Yield the sweep's slot, with a line in it: devices are counted once torch is imported."""
+def _starting_line(name: str, view: str | View) -> DisplaySlot:
+    """Return the sweep's slot, with a line in it: devices are counted once torch is imported."""
     slot = DisplaySlot()
     if clicks.find_kernel() is not None and view != "none":
         text = f"sweep of {name}: starting, which takes some seconds the first time"
         slot.show(render_line(text))
+    return slot
+
+
+@contextmanager
+def _cleared_by_an_error(slot: DisplaySlot) -> Iterator[None]:
     try:
-        yield slot
+        yield
     except BaseException:
         if slot.is_placed:
             slot.clear()
