@@ -18,6 +18,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 from tqdm import tqdm
@@ -133,7 +134,9 @@ def _follow_summary_writer(module: Any) -> None:
 
 def _draw_by_tqdm(connector: Any) -> None:
     """Have Lightning draw tqdm's bars, which the notebook shows, where it would draw rich's."""
-    if hasattr(connector, "_RICH_AVAILABLE"):  # since 2.6; earlier ones ask for the class alone
+    version = metadata.version(connector.__name__.partition(".")[0])
+    # Earlier ones make none by themselves, and where a bar is of rich's class rich's summary.
+    if tuple(map(int, version.split(".")[:2])) >= (2, 6):
         connector.RichProgressBar = connector.TQDMProgressBar
 
 
