@@ -134,10 +134,12 @@ def _follow_summary_writer(module: Any) -> None:
 
 def _draw_by_tqdm(connector: Any) -> None:
     """Have Lightning draw tqdm's bars, which the notebook shows, where it would draw rich's."""
-    version = metadata.version(connector.__name__.partition(".")[0])
-    # Earlier ones make none by themselves, and where a bar is of rich's class rich's summary.
-    if tuple(map(int, version.split(".")[:2])) >= (2, 6):
-        connector.RichProgressBar = connector.TQDMProgressBar
+    # Its import must not fail where it is a folder on the path, which has no version.
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version(connector.__name__.partition(".")[0])
+        # Earlier ones make none by themselves, and where a bar is of rich's class rich's summary.
+        if tuple(map(int, version.split(".")[:2])) >= (2, 6):
+            connector.RichProgressBar = connector.TQDMProgressBar
 
 
 def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
