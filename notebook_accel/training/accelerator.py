@@ -70,8 +70,8 @@ from notebook_accel.training.state import (
 from notebook_accel.training.stepping.accumulation import (
     Accumulation,
     GradientState,
+    Window,
     resolve_plugin,
-    window,
 )
 from notebook_accel.training.stepping.optimizer import (
     AcceleratedOptimizer,
@@ -628,7 +628,7 @@ class Accelerator(TrainingInfo):
             >>> optimizer.num_steps  # 4 in the example of the class, 2 here
             6
         """
-        return window(self._accumulation, models, self._strategy.gradient_sync)
+        return Window(self._accumulation, models, self._strategy.gradient_sync)
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         """Return a context manager in which backward exchanges no gradients between the ranks.

@@ -38,10 +38,7 @@ _WINDOW_NS, _MIN_STEPS = 60_000_000_000, 20
 
 
 class StepTimer:
-    """Measures the parts of this rank's training steps, and reports their sums.
-
-    In a process that was not launched nobody sees them: nothing is added up there.
-    """
+    """Measures the parts of this rank's training steps, and reports their sums."""
 
     def __init__(self, context: RankContext, device: torch.device) -> None:
         self._context = context
@@ -118,8 +115,6 @@ class StepTimer:
 
     def end_step(self) -> None:
         """Note that the optimizer's step has ended."""
-        if not self._context.launched:
-            return
         self.mark(OPTIMIZER)
         if self._call != self._context.call:
             self._begin_call()
@@ -155,10 +150,25 @@ class StepTimer:
         return True
 
 
+class _NoTimer(StepTimer):
+    """Reads no clock: in a process that was not launched nobody sees the times."""
+
+    def mark(self, part: int) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+
+def start_timer(context: RankContext, device: torch.device) -> StepTimer:
+    """Return a new timer of a rank's steps on a device, which :func:`step_timer` finds."""
+    kind = StepTimer if context.launched else _NoTimer
+    timer = context.shared[StepTimer] = kind(context, device)
+    return timer
+
+
 def step_timer(context: RankContext | None = None) -> StepTimer:
     """Return what measures the steps of the rank of ``context``; None takes the current rank."""
     context = context or current()
     timer: StepTimer | None = context.shared.get(StepTimer)
-    if timer is None:
-        timer = context.shared[StepTimer] = StepTimer(context, devices.HOST)
-    return timer
+    return start_timer(context, devices.HOST) if timer is None else timer

@@ -52,7 +52,7 @@ from notebook_accel.training.settings.handlers import (
 from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.stepping.accumulation import Accumulation
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.stepping.step_timer import StepTimer, step_timer
+from notebook_accel.training.stepping.step_timer import start_timer, step_timer
 from notebook_accel.training.strategies.compiling import TorchDynamoPlugin, compile_model
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Strategy:
         # Whether backward reduces the gradients of a sharded model; it does where nothing was set.
         self._reduces: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         # From now on steps are measured anew, on this device.
-        current().shared[StepTimer] = StepTimer(current(), self.topology.device)
+        start_timer(current(), self.topology.device)
 
     # What a kind of parallelism does in its own way.
 
