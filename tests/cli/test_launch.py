@@ -64,13 +64,6 @@ def test_a_script_trains_as_in_a_notebook(folder, in_notebook):
 
 
 @pytest.mark.long
-def test_a_file_of_accelerate_config_is_obeyed(folder, in_notebook):
-    file = accelerate_yaml(folder, num_processes=2, distributed_type="MULTI_CPU")
-    done = notebook_accel("launch", "--config_file", file, "train.py", folder=folder)
-    assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
-
-
-@pytest.mark.long
 def test_fsdp_trains_from_a_file_alone(folder, in_notebook):
     section = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}
     file = accelerate_yaml(folder, num_processes=2, distributed_type="FSDP", fsdp_config=section)
@@ -317,7 +310,6 @@ def test_the_typed_port_or_a_free_one_is_taken_whatever_torchruns_default_is(
     from torch.distributed import run
 
     from notebook_accel.cli import launch
-    from notebook_accel.cli.options import resolve_options
 
     made = run.get_args_parser
 
@@ -327,19 +319,13 @@ def test_the_typed_port_or_a_free_one_is_taken_whatever_torchruns_default_is(
         return parser
 
     monkeypatch.setattr(run, "get_args_parser", with_default)
-    file = tmp_path / "theirs.yaml"
-    file.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n"
-        "num_machines: 2\nmachine_rank: 0\nmain_process_ip: 10.0.0.1\nmain_process_port: 3000\n"
-    )
-    in_file = ["--config_file", str(file)]
-    typed_port = ["--main_process_port", "4321"]
-    for words, port in (typed_port, 4321), ([], None), (in_file, 3000):
-        typed = launch.launch_parser().parse_args([*words, "train.py"])
+    file = tmp_path / "mine.yaml"
+    file.write_text("use_port: 3000\n")
+    places = []
+    for words in (["--main_process_port", "4321"], ["--config_file", str(file)], []):
+        typed = launch_parser().parse_args([*words, "train.py"])
         config, found, _ = resolve_options(typed)
         launch._place_machines(typed, found, config)
-        if port is None:
-            assert typed.rdzv_endpoint == "localhost:0", "several launches may run at once"
-        else:
-            assert (int(typed.master_port), typed.rdzv_endpoint) == (port, "")
-        assert typed.master_addr == ("10.0.0.1" if words == in_file else "127.0.0.1")
+        places.append((str(typed.master_port), typed.rdzv_endpoint))
+    assert places[:2] == [("4321", ""), ("3000", "")]
+    assert places[2][1] == "localhost:0", "several launches may run at once"

@@ -9,7 +9,6 @@ import time
 import uuid
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +16,7 @@ import pytest
 
 from tests.engines.contract import EngineContract
 from tests.engines.processes import marked
-from tests.kernel.notebooks import MARK, SLOW, Notebook, open_notebook
+from tests.kernel.notebooks import MARK, SLOW, open_notebook
 from tests.waiting import eventually
 
 ray = pytest.importorskip("ray")
@@ -97,8 +96,7 @@ class TestRay(EngineContract):
 
 
 @pytest.fixture
-def notebook(cluster, tmp_path, monkeypatch):
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+def notebook(cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with open_notebook() as notebook:
         notebook.run(
@@ -112,33 +110,19 @@ def notebook(cluster, tmp_path, monkeypatch):
 LAUNCH = "run = notebook_launcher(train, {arguments}5, engine='ray', devices='cpu'{options})"
 LOOP = """
     def train(path):
-        accelerator = Accelerator()
-        print("begins on", accelerator.process_index)
-        loader = accelerator.prepare(torch.utils.data.DataLoader(range(10**7)))
-        for step, batch in enumerate(loader):
-            accelerator.reduce(torch.ones(1))
-            if step == 5 and accelerator.is_main_process:
-                Path(path).touch()
+        Accelerator().reduce(torch.ones(1))
+        Path(path).touch()
+        time.sleep(600)
 """
 
 
-def start(notebook: Notebook, path: Path, options: str = "") -> str:
-    cell = notebook.start(LAUNCH.format(arguments=f"({str(path)!r},), ", options=options))
-    eventually(path.exists, within=SLOW, what="the ranks train")
-    return cell
-
-
-def test_results_logs_and_progress_come_to_the_kernel(notebook):
+def test_results_of_both_nodes_come_to_the_kernel(notebook):
     notebook.run(
         """
         class Point:
             def __init__(self, x): self.x = x
         def train():
-            accelerator = Accelerator()
-            for step in accelerator.progress(range(3)):
-                accelerator.log({"loss": 1.0}, step=step)
-            print("rank", accelerator.process_index)
-            total = accelerator.reduce(torch.ones(1))
+            total = Accelerator().reduce(torch.ones(1))
             facts = int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
             return Point(float(total)), facts
         """
@@ -147,10 +131,6 @@ def test_results_logs_and_progress_come_to_the_kernel(notebook):
     assert notebook.run("print([type(p) is Point and p.x for p, _ in run])") == f"{[5.0] * 5}\n"
     assert notebook.run("print(sorted(facts for _, facts in run))") == (
         "[(1, 1), (4, 1), (4, 1), (4, 1), (4, 1)]\n"
-    )
-    assert notebook.run("print(run.logs(4))") == "rank 4\n\n"
-    assert notebook.run("print([int(bar.n) for bar in run.progress], len(run.metrics))") == (
-        "[3, 3, 3, 3, 3] 3\n"
     )
     refused = notebook.fails("notebook_launcher(train, (), 99, engine='ray', devices='cpu')")
     assert "num_processes=99, and the Ray cluster has 8 CPUs" in refused
@@ -212,21 +192,11 @@ def test_trials_of_a_sweep_begin_as_the_cluster_has_room(notebook):
     assert overlaps == "2\n"
 
 
-def test_output_is_live_and_a_stop_and_an_interrupt_end_all_nodes(notebook, tmp_path):
-    notebook.run(LOOP)
-    notebook.finish(start(notebook, tmp_path / "one", ", block=False"), timeout=SLOW)
-    seen = "print(all('begins' in run.logs(rank) for rank in range(5)), run.status)"
-    eventually(lambda: notebook.run(seen) == "True running\n", within=SLOW, what="all are heard")
-    assert "RunStopped" in notebook.fails("run.stop(); run.wait()")
-    cell = start(notebook, tmp_path / "two")
-    notebook.interrupt()
-    assert notebook.finish(cell, timeout=SLOW).status == "error"
-    assert notebook.run("print(last_run().status)") == "stopped\n"
-
-
 def test_a_kernel_that_dies_leaves_nobody_on_the_nodes(notebook, tmp_path):
     notebook.run(LOOP)
-    start(notebook, tmp_path / "begun")
+    path = tmp_path / "begun"
+    notebook.start(LAUNCH.format(arguments=f"({str(path)!r},), ", options=""))
+    eventually(path.exists, within=SLOW, what="the ranks train")
     assert len(on_nodes()) == 2 + 2 + 5
     os.kill(notebook.pid, 9)
     eventually(lambda: not on_nodes(), within=SLOW, what="nobody is left on the nodes")

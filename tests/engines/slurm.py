@@ -12,7 +12,7 @@ echo "${{options[@]}} -- $@" >{said}
 {command}
 """
 # On the node, with what Slurm sets there.
-_RUN = 'OF_SRUN=yes SLURMD_NODENAME=other exec "$@"'
+_RUN = 'SLURMD_NODENAME=other exec "$@"'
 
 
 def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, *, command: str = _RUN) -> Path:
