@@ -55,9 +55,9 @@ def accelerate_yaml(folder, **changed):
     return "theirs.yaml"
 
 
-def test_a_script_trains_as_in_a_notebook(folder, in_notebook):
-    saved = notebook_accel("config", "default", folder=folder)
-    assert saved.returncode == 0, saved.stderr
+def test_a_script_trains_as_in_a_notebook(folder, in_notebook, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    assert main(["config", "default"]) == 0
     done = notebook_accel("launch", "--num_processes", "2", "train.py", folder=folder)
     assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
     assert "settings of " in done.stderr

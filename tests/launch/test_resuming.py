@@ -1,7 +1,5 @@
 """Launches that go on from where a run was stopped, or from a checkpoint, in real processes."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -60,8 +58,8 @@ def train(rate=0.01, *, width=16, is_slow=False, fsdp=False, own=None):
     return {"losses": losses, "rates": rates, "start": start}
 
 
-def start(*args, ranks=2, **asked):
-    return launch(train, args, config=LaunchConfig(num_processes=ranks), **asked)
+def start(*args, function=train, ranks=2, **asked):
+    return launch(function, args, config=LaunchConfig(num_processes=ranks), **asked)
 
 
 def stopped(**kwargs):
@@ -151,8 +149,7 @@ def step_by_step(folder, where="", num_accumulated=1):
 
 
 def interrupted(folder, *args):
-    config = LaunchConfig(num_processes=2)
-    run = launch(step_by_step, (str(folder), *args), config=config, block=False)
+    run = start(str(folder), *args, function=step_by_step, block=False)
     for rank in range(2):
         eventually((folder / str(rank)).exists, what="it waits")
     call_of(run).press(1)
@@ -168,17 +165,12 @@ def interrupted(folder, *args):
 def test_an_interrupted_run_goes_on_after_its_last_step(
     where, num_accumulated, done, steps, tmp_path
 ):
-    config = LaunchConfig(num_processes=2)
-    whole = launch(step_by_step, (str(tmp_path), "", num_accumulated), config=config)
+    asked = {"function": step_by_step}
+    whole = start(str(tmp_path), "", num_accumulated, **asked)
     run = interrupted(tmp_path, where, num_accumulated)
     assert run.rescued.step == steps
     assert run.rescued.missing == []
-    again = launch(
-        step_by_step,
-        (str(tmp_path), "", num_accumulated),
-        config=config,
-        resume=folder_to_resume(run),
-    )
+    again = start(str(tmp_path), "", num_accumulated, resume=folder_to_resume(run), **asked)
     for one, other in zip(again.results, whole.results, strict=True):
         assert len(one) == 2 * NUM_BATCHES - done
         assert one[:NUM_BATCHES] == other[done:][:NUM_BATCHES]
@@ -193,8 +185,7 @@ def test_an_interrupt_within_a_step_is_told(tmp_path):
     torn = "within step 7, which some weights may have made and others not"
     assert run.rescued.step == 6
     assert run.rescued.missing == [f"weights: the interrupt came {torn}"]
-    config = LaunchConfig(num_processes=2)
-    again = launch(step_by_step, (str(tmp_path),), config=config, resume=folder_to_resume(run))
+    again = start(str(tmp_path), function=step_by_step, resume=folder_to_resume(run))
     assert f"is of an interrupt {torn}: " in again.state.notices[0]
     assert "begins at batch 6: " in again.state.notices[1]
 
@@ -269,14 +260,17 @@ def learn(rate=0.01, folder="", **others):
 
 
 def learning(**kwargs):
-    config = LaunchConfig(num_processes=2)
-    run = launch(learn, config=config, kwargs=kwargs, block=False)
+    run = start(function=learn, kwargs=kwargs, block=False)
     eventually(lambda: run.state.ranks[0].steps > 5, what="some steps")
     return run
 
 
 def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path):
     run = learning(folder=str(tmp_path))
+    run.pause()
+    with pytest.raises(ConfigError, match=r"^learn is paused: run\.go_on"):
+        run.clone(warm=True)
+    run.go_on()
     other = run.clone(warm=True, rate=0.001, pause=0.0, steps=10, tag="new")
     assert other.name.startswith("rate=0.001")
     assert run.status == "running"
@@ -291,7 +285,7 @@ def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path):
     # What it had at that step is what the clone began with: the losses of one step agree.
     again = run.clone(warm=True, steps=3)
     assert again.wait()[0]["start"].step == run.state.ranks[0].steps
-    twin = launch(learn, config=run.config, kwargs={"pause_": 0}, knobs={"steps": begun + 1})
+    twin = start(function=learn, kwargs={"pause_": 0}, knobs={"steps": begun + 1})
     assert twin[0]["losses"][begun] == first["losses"][0]
 
 
@@ -314,30 +308,12 @@ def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing():
     def several(first, *others, **named):
         return first, others, named
 
-    varied = launch(several, (1, 2, 3), config=LaunchConfig(num_processes=1))
+    varied = start(1, 2, 3, function=several, ranks=1)
     assert varied.clone(block=True, first=9, more=4)[0] == (9, (2, 3), {"more": 4})
-    small = launch(plain, (1.0,), config=LaunchConfig(num_processes=1))
+    small = start(1.0, function=plain, ranks=1)
     with pytest.raises(ConfigError, match="an argument of the function and one of its knobs"):
         small.clone(lr=2.0)
     with pytest.raises(TypeError, match="neither an argument nor a knob"):
         small.clone(rl=2.0)
     with pytest.raises(ConfigError, match=r"^plain left nothing to go on from"):
         small.clone(warm=True)
-
-
-def test_other_processes_see_a_pause():
-    def listed():
-        command = [sys.executable, "-m", "notebook_accel", "runs"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return next(line for line in done.stdout.splitlines() if run.id in line)
-
-    run = learning()
-    run.pause()
-    assert "paused" in listed()
-    with pytest.raises(ConfigError, match=r"^learn is paused: run\.go_on"):
-        run.clone(warm=True)
-    run.go_on()
-    assert "running" in listed()
-    run.stop()
-    run.results  # noqa: B018 (waits)
-    assert "stopped" in listed()

@@ -1,6 +1,5 @@
 """An agent of the template and its ranks, all of them real, with the kernel's part in the test."""
 
-import gc
 import os
 import signal
 import threading
@@ -11,7 +10,6 @@ import psutil
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.launch.worker import groups
 from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
 from tests.launch.agents import AgentByHand, agent_by_hand
@@ -86,33 +84,6 @@ def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes():
         eventually(lambda: not folder.exists(), what="the folder is gone")
     finally:
         agent.close()
-
-
-def test_output_comes_before_the_end_of_its_call(agent):
-    agent.launch(1)
-    agent.call(lambda: print("last words"), last=True)
-    heard = agent.until_its_end()
-    (output,) = (message for message in heard if isinstance(message, wire.Output))
-    assert (output.text, output.call) == ("last words\n", 1)
-    assert heard.index(output) < [type(message) for message in heard].index(wire.Returned)
-
-
-def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(agent):
-    def hear():
-        done = []
-        groups.disconnect = lambda: done.append(1)
-        (worker,) = (each for each in gc.get_objects() if type(each).__name__ == "Worker")
-        for call, so_far in ((1, 0), (2, 1)):
-            worker.row.disconnected_call = call
-            worker.disconnect_if_stuck()
-            assert len(done) == so_far
-
-    agent.launch(1)
-    agent.call(lambda: None)
-    assert not agent.wait_for(wire.Returned).lost_group
-    agent.call(hear)
-    # Nobody can make use of the group any more, however the call ended.
-    assert agent.wait_for(wire.Returned, 2).lost_group
 
 
 # ---- an end that somebody asks for ---------------------------------------------------------------
@@ -224,16 +195,3 @@ def test_a_value_that_is_logged_alone_comes_at_once(agent):
     agent.call(logs)
     (metric,) = agent.wait_for(wire.Metrics).metrics
     assert metric.values == {"loss": 1.0}
-
-
-def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent):
-    def logs():
-        for step in range(3):
-            current().metric({"loss": 1.0}, step)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    agent.launch(1)
-    agent.call(logs)
-    agent.wait_for(wire.RankEnded)
-    metrics = [m for heard in agent.heard if isinstance(heard, wire.Metrics) for m in heard.metrics]
-    assert [metric.step for metric in metrics] == [0, 1, 2]

@@ -18,20 +18,31 @@ pytestmark = pytest.mark.usefixtures("signals_come_back")
 NUM_MESSAGES = 20_000
 
 
-def test_a_signal_handler_that_reports_during_a_report():
+@pytest.fixture
+def reporting():
+    """A sender, and ``hear()``: all that was heard of it, once it has said that it is ready."""
     ours, theirs = socket.socketpair()
-    sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
-    heard = []
+    # Some frames are larger than what the socket takes at once.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, reader, heard = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs), []
 
     def read():
-        while True:
-            message = reader.receive()[0]
-            if not isinstance(message, wire.Metric):
-                return
-            heard.extend(message.values.values())
+        while not isinstance(message := reader.receive()[0], wire.RankReady):
+            heard.append(message)
+
+    def hear():
+        sender.send(wire.RankReady())
+        thread.join(30)
+        assert not thread.is_alive()
+        return heard
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
+    return sender, hear
+
+
+def test_a_signal_handler_that_reports_during_a_report(reporting):
+    sender, hear = reporting
     num_signals = 0
 
     def report(*_):
@@ -44,9 +55,7 @@ def test_a_signal_handler_that_reports_during_a_report():
     for number in range(NUM_MESSAGES):
         sender.send(wire.Metric(values={"loss": float(number)}))
     signal.setitimer(signal.ITIMER_REAL, 0)
-    sender.send(wire.RankReady())
-    thread.join(30)
-    assert not thread.is_alive()
+    heard = [value for message in hear() for value in message.values.values()]
     assert [value for value in heard if value >= 0] == list(range(NUM_MESSAGES))
     # One handler may interrupt another: in any order, each once.
     assert sorted(-value for value in heard if value < 0) == list(range(1, num_signals + 1))
@@ -56,19 +65,8 @@ class TickError(Exception):
     """What the signal handler of the user's code raises."""
 
 
-def test_a_signal_handler_that_raises_during_a_report():
-    ours, theirs = socket.socketpair()
-    # Frames are larger than what the socket takes at once.
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
-    heard = []
-
-    def read():
-        while isinstance(message := reader.receive()[0], wire.Notice):
-            heard.append(int(message.text))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
+def test_a_signal_handler_that_raises_during_a_report(reporting):
+    sender, hear = reporting
     raised = []
 
     def tick(*_):
@@ -85,9 +83,7 @@ def test_a_signal_handler_that_raises_during_a_report():
                 number += 1
         except TickError:
             raised.append(number)
-    sender.send(wire.RankReady())
-    thread.join(30)
-    assert not thread.is_alive()
+    heard = [int(message.text) for message in hear()]
     assert heard == sorted(set(heard))
     assert set(range(1, number + 1)) - set(heard) <= set(raised)
 

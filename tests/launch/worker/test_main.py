@@ -72,6 +72,9 @@ def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(wo
     disconnected = []
     monkeypatch.setattr(groups, "disconnect", lambda: disconnected.append(row.disconnected_call))
     row.call_over = 0
+    row.disconnected_call = 2  # late, and so of no use to this call
+    worker.disconnect_if_stuck()
+    assert (disconnected, context.lost_group) == ([], False)
     row.interrupted_call = row.disconnected_call = 3  # by the agent, while it is in a collective
     worker.disconnect_if_stuck()
     assert (disconnected, context.lost_group) == ([3], True)
