@@ -1,7 +1,6 @@
 """Ranks that fail, die or are stopped: threads of one process, which dies for both of them."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -30,20 +29,8 @@ def fails(function):
     return caught.value
 
 
-def test_a_rank_that_raises():
-    def raise_on_one():
-        if current().rank == 1:
-            raise ValueError("no such batch")
-        while True:
-            time.sleep(0.01)
-
-    error = fails(raise_on_one)
-    assert (error.rank, error.ranks) == (1, [1])
-    assert "no such batch" in error.traceback
-    assert isinstance(error.__cause__, ValueError)
-
-
-def test_a_rank_that_raises_while_another_waits_for_it():
+@pytest.mark.parametrize("waits", ["in Python", "for it"])
+def test_a_rank_that_raises_while_another_waits(waits):
     def meet():
         from notebook_accel import Accelerator
 
@@ -51,26 +38,21 @@ def test_a_rank_that_raises_while_another_waits_for_it():
         accelerator.wait_for_everyone()
         if accelerator.is_last_process:
             raise ValueError("no such batch")
+        while waits == "in Python":
+            time.sleep(0.01)
         accelerator.wait_for_everyone()
 
     error = fails(meet)
     assert (error.rank, error.ranks) == (1, [1])
+    assert "no such batch" in error.traceback
     assert isinstance(error.__cause__, ValueError)
-
-
-def leave():
-    os._exit(3)
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
     ("end", "told", "words"),
     [
-        (leave, (3, None), "ended with exit code 3"),
-        (die, (None, "SIGKILL"), "was killed by SIGKILL"),
+        (lambda: os._exit(3), (3, None), "ended with exit code 3"),
+        (lambda: os.kill(os.getpid(), 9), (None, "SIGKILL"), "was killed by SIGKILL"),
     ],
 )
 def test_ranks_whose_process_ends(end, told, words):

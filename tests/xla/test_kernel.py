@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebook.kernels import kernel_manager
+from tests.kernel.notebooks import open_notebook
+
+pytestmark = pytest.mark.timeout(600)
 
 TRAIN = """
 import torch
@@ -38,68 +40,38 @@ print([(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress])
 
 
 @pytest.fixture
-def kernel(two_ranks):
-    with kernel_manager() as manager:
-        manager.start_kernel()
-        client = manager.blocking_client()
-        client.start_channels()
-        try:
-            client.wait_for_ready(timeout=60)
-            yield client
-        finally:
-            client.stop_channels()
+def book(two_ranks):
+    with open_notebook() as notebook:
+        yield notebook
 
 
-def execute(client, code):
-    """What a cell prints; an error of it is raised."""
-    said = []
-
-    def hear(message):
-        content = message["content"]
-        said.append(content.get("text", "") or "\n".join(content.get("traceback", ())))
-
-    reply = client.execute_interactive(code, timeout=300, output_hook=hear)
-    assert reply["content"]["status"] == "ok", "".join(said)
-    return "".join(said)
-
-
-@pytest.mark.timeout(600)
-def test_a_function_of_a_cell_twice(kernel):
-    execute(kernel, TRAIN)
+def test_a_function_of_a_cell_twice_and_an_error_names_its_line(book):
+    book.run(TRAIN)
     for _ in range(2):
-        execute(kernel, 'run = notebook_launcher(train, (0.1,), engine="xla", view="text")')
-        told = execute(kernel, ASK)
+        launch = 'run = notebook_launcher(train, (0.1,), engine="xla", view="text")'
+        book.run(launch, timeout=300)
+        told = book.run(ASK)
         assert "[(0, 'xla:0'), (1, 'xla:1')] True cpu" in told
         assert "True False" in told
         assert "[(0, 'batches', 4.0, 4.0), (1, 'batches', 4.0, 4.0)]" in told
+    text = book.fails(launch.replace("0.1", "None"), timeout=300)
+    assert re.search(r"Cell In\[1\], line \d+, in train\n    optimizer = ", text)
 
 
-@pytest.mark.timeout(600)
-def test_an_error_names_the_line_of_the_cell(kernel):
-    execute(kernel, "from notebook_accel import notebook_launcher")
-    execute(kernel, "def fail(lr):\n    missing = {}\n    return missing[lr]")
-    with pytest.raises(AssertionError) as caught:
-        execute(kernel, 'notebook_launcher(fail, (0.1,), engine="xla", view="text")')
-    assert "KeyError: 0.1" in str(caught.value)
-    assert re.search(r"Cell In\[2\], line 3, in fail", str(caught.value))
-
-
-@pytest.mark.timeout(600)
-def test_the_notebook_for_tpus(kernel):
+def test_the_notebook_for_tpus(book):
     """Its cells after the installation; on the CPU device the engine is not chosen by itself."""
-    execute(kernel, "%env NOTEBOOK_ACCEL_ENGINE=xla")
+    book.run("%env NOTEBOOK_ACCEL_ENGINE=xla")
     path = Path(__file__).parents[2] / "notebooks" / "tpu_colab.ipynb"
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert "%pip install" in code[0]
-    told = [execute(kernel, each) for each in code[1:]]
+    told = [book.run(each, timeout=300) for each in code[1:]]
     found = re.search(r"2 ranks, accuracy ([\d.]+)", told[-1])
     assert found, told[-1]
     assert float(found[1]) > 0.8
 
 
-@pytest.mark.timeout(600)
-def test_cells_of_a_session_are_refused_where_ranks_share_a_process(kernel):
-    execute(kernel, "%load_ext notebook_accel\n%env NOTEBOOK_ACCEL_ENGINE=xla")
-    with pytest.raises(AssertionError, match="a session needs a process for each rank"):
-        execute(kernel, "%%accelerate\nmine = rank")
+def test_cells_of_a_session_are_refused_where_ranks_share_a_process(book):
+    book.run("%load_ext notebook_accel\n%env NOTEBOOK_ACCEL_ENGINE=xla")
+    text = book.fails("%%accelerate\nmine = rank")
+    assert "a session needs a process for each rank" in text

@@ -1,8 +1,12 @@
 """``Accelerator()`` in plain Python, without a launcher: one rank on torch_xla's CPU device."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from tests.xla.plain import run
+pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import sys, torch
@@ -66,7 +70,19 @@ for length in range(1, 13):
 """
 
 
-@pytest.mark.timeout(300)
+def run(script, *args):
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_all_of_a_loop(tmp_path):
     told = run(SCRIPT, str(tmp_path))
     assert told.stdout.splitlines() == [
@@ -94,7 +110,6 @@ for asked in ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, {"mixed_precisi
 """
 
 
-@pytest.mark.timeout(300)
 def test_ranks_of_torchrun_are_refused(monkeypatch):
     """To torch_xla each would be alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -102,13 +117,11 @@ def test_ranks_of_torchrun_are_refused(monkeypatch):
         run("from notebook_accel import Accelerator; Accelerator()")
 
 
-@pytest.mark.timeout(300)
 def test_the_check_of_the_command_line():
     told = run("import sys; from notebook_accel.cli import main; main(sys.argv[1:])", *CHECK)
     assert "all checks passed" in told.stdout
 
 
-@pytest.mark.timeout(300)
 def test_what_torch_xla_does_not_do_says_what_there_is():
     sharding, precision = run(REFUSED).stdout.splitlines()
     assert "sharding is there by SPMD alone, which excludes xmp.spawn" in sharding

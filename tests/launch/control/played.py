@@ -102,6 +102,12 @@ class PlayedRun:
     folder: RunFolder
     view: DrawnStates = field(default_factory=DrawnStates)
 
+    @property
+    def agent(self) -> PlayedAgent:
+        """The agent of a run that has one."""
+        (agent,) = self.agents
+        return agent
+
     def begin_call(
         self, *, last: bool = False, timeout: float | None = None, advise: bool = False
     ) -> RankCall:

@@ -70,9 +70,8 @@ def ended_by_a_finalizer(call, during):
 @pytest.mark.parametrize("where", ["the state", "what comes", "what goes"])
 def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(where, run, monkeypatch):
     """It runs wherever Python collects garbage, in the middle of what the thread does."""
-    (agent,) = run.agents
-    call, channel = run.begin_call(), agent.link.channel
-    assert isinstance(agent.next(), wire.BeginCall)
+    call, channel = run.begin_call(), run.agent.link.channel
+    assert isinstance(run.agent.next(), wire.BeginCall)
     owner, name = {
         "the state": (calls, "apply"),
         "what comes": (channel, "drain"),
@@ -81,12 +80,12 @@ def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(where, run, monkey
     monkeypatch.setattr(owner, name, ended_by_a_finalizer(call, getattr(owner, name)))
     # To look through all that the tests have imported takes long, and a played agent is silent.
     monkeypatch.setattr(pool, "_SILENT_SECONDS", SECONDS)
-    agent.tell(wire.CallStarted, rank=0)
-    agent.tell(wire.Notice, text="after it")
+    run.agent.tell(wire.CallStarted, rank=0)
+    run.agent.tell(wire.Notice, text="after it")
     eventually(lambda: "after it" in call.state.notices, what="it was heard")
     assert call.state.status == "stopping"
-    assert isinstance(agent.next(), wire.Stop)
-    stop_both(agent, call)
+    assert isinstance(run.agent.next(), wire.Stop)
+    stop_both(run.agent, call)
     assert call.state.status == "stopped"
 
 
@@ -98,13 +97,12 @@ class OfAnotherVersion:
 
 
 def test_a_result_that_cannot_be_made_here_says_why_and_not_that_there_is_none(run):
-    (agent,) = run.agents
     call = run.begin_call()
     handle = listed(call)
     call.stop()
     packet, _ = pack(payload.pack_result(OfAnotherVersion(), None))
-    agent.tell(wire.Returned, rank=0, value=packet)
-    agent.tell(wire.Raised, rank=1, **raised(kind="stopped"))
+    run.agent.tell(wire.Returned, rank=0, value=packet)
+    run.agent.tell(wire.Raised, rank=1, **raised(kind="stopped"))
     assert call.ended.wait(SECONDS)
     with pytest.raises(KeyError, match="missing"):
         handle[0]
@@ -116,14 +114,13 @@ def test_a_result_that_cannot_be_made_here_says_why_and_not_that_there_is_none(r
 def test_the_error_names_its_own_run_whatever_was_launched_since(run, tmp_path, monkeypatch):
     monkeypatch.setattr(run_list, "_known", [])
     monkeypatch.setattr(run_list, "_MAX_RUNS", 1)
-    (agent,) = run.agents
     call = run.begin_call()
     older = listed(call)
     with played(tmp_path / "other", PlayedAgent(0)) as other:
         newer = listed(other.new_call())
     assert run_list.runs() == [older, newer], "one that goes on stays in the list"
-    agent.tell(wire.Raised, rank=0, **raised())
-    agent.tell(wire.Raised, rank=1, **raised())
+    run.agent.tell(wire.Raised, rank=0, **raised())
+    run.agent.tell(wire.Raised, rank=1, **raised())
     assert call.ended.wait(SECONDS)
     typed = f"To see it: import notebook_accel; notebook_accel.find_run({run.folder.id!r}).logs(0)"
     with pytest.raises(WorkerError) as caught:
@@ -136,27 +133,25 @@ def test_the_error_names_its_own_run_whatever_was_launched_since(run, tmp_path, 
 
 def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run):
     call = run.begin_call()
-    [agent] = run.agents
     run.folder.remove()
     eventually(lambda: call.state.notices, what="it is told")
-    agent.return_all()
+    run.agent.return_all()
     assert call.ended.wait(SECONDS)
     [notice] = call.state.notices
     assert "were deleted while it went on" in notice
 
 
 def test_the_view_draws_five_times_a_second_at_most(run):
-    (agent,) = run.agents
     call = run.begin_call()
     began = time.monotonic()
     step = 0
     while len(run.view.drawn) < 4:
         assert time.monotonic() < began + SECONDS
         metric = wire.Metric(rank=0, values={"loss": 1.0}, step=step)
-        agent.tell(wire.Metrics, metrics=(metric,))
+        run.agent.tell(wire.Metrics, metrics=(metric,))
         step += 1
         time.sleep(0.002)
-    agent.return_all()
+    run.agent.return_all()
     assert call.ended.wait(SECONDS)
     # Not from one drawing to the next: the thread that draws may be held up between its look at the
     # clock and the drawing, and then two come close together.
@@ -165,9 +160,8 @@ def test_the_view_draws_five_times_a_second_at_most(run):
 
 
 def test_nothing_new_draws_nothing(run):
-    (agent,) = run.agents
     call = run.begin_call()
-    agent.tell(wire.CallStarted, rank=0)
+    run.agent.tell(wire.CallStarted, rank=0)
     eventually(lambda: call.state.status == "running", what="it runs")
     eventually(lambda: any(state is call.state for _, state in run.view.drawn), what="it was drawn")
     number = len(run.view.drawn)
@@ -176,15 +170,34 @@ def test_nothing_new_draws_nothing(run):
     assert len(run.view.drawn) == number
 
 
-def test_a_time_out_stops_and_then_presses(run):
-    (agent,) = run.agents
-    call = run.begin_call(timeout=0.1)
+def test_a_wait_that_is_over_as_the_call_ends_has_its_end_printed(run, monkeypatch):
+    def end():
+        run.agent.return_all()
+        assert call.ended.wait(SECONDS)
+
+    call, printed = run.begin_call(), []
+    assert not call.wait(0)
+    monkeypatch.setattr(run.view, "poll", end)
+    monkeypatch.setattr(run.view, "print_end", lambda: printed.append(True))
+    assert call.wait(0)
+    assert printed
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_time_out_stops_and_then_presses_also_what_was_stopped_before(is_stopped, run):
+    call = run.begin_call(timeout=STOPPED_BEFORE if is_stopped else 0.1)
     handle = listed(call)
-    agent.next()
-    kinds = [type(agent.next()) for _ in range(4)]
+    run.agent.next()
+    if is_stopped:
+        call.stop()
+    kinds = [type(run.agent.next()) for _ in range(4)]
     assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill]
-    assert call.state.timed_out
-    stop_both(agent, call)
+    assert call.state.timed_out != is_stopped
+    stop_both(run.agent, call)
+    if is_stopped:
+        with pytest.raises(RunStopped, match="stopped before it had a result"):
+            handle.wait()
+        return
     with pytest.raises(TimeoutError, match=r"ended after timeout=0\.1 s: pass a larger timeout="):
         handle.wait()
     call.state = replace(call.state, rescued_as="run.rescued")
@@ -192,32 +205,16 @@ def test_a_time_out_stops_and_then_presses(run):
         handle.wait()
 
 
-def test_what_was_stopped_before_its_time_was_over_was_stopped(run):
-    (agent,) = run.agents
-    call = run.begin_call(timeout=STOPPED_BEFORE)
-    handle = listed(call)
-    agent.next()
-    call.stop()
-    kinds = [type(agent.next()) for _ in range(4)]
-    assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill], (
-        "it is ended all the same"
-    )
-    stop_both(agent, call)
-    with pytest.raises(RunStopped, match="stopped before it had a result"):
-        handle.wait()
-
-
 def test_a_stop_while_processes_exit_takes_no_result_back(run):
-    (agent,) = run.agents
     call = run.begin_call(last=True, timeout=STOPPED_BEFORE)
     handle = listed(call)
-    agent.return_all()
+    run.agent.return_all()
     eventually(lambda: call.is_over, what="every rank has returned")
     call.stop()
-    kinds = [type(agent.next()) for _ in range(3)]
+    kinds = [type(run.agent.next()) for _ in range(3)]
     assert kinds == [wire.BeginCall, wire.Stop, wire.Interrupt], "the time is over"
     assert not call.state.timed_out
-    agent.end_all()
+    run.agent.end_all()
     assert call.ended.wait(SECONDS)
     assert call.state.status == "succeeded"
     assert handle.wait() is handle

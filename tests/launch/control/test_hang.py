@@ -49,15 +49,6 @@ TRAINER = (
     (f"{SITE}/transformers/trainer.py", 3000, "train"),
     (CELL, 30, "train"),
 )
-# In a session, above launch/worker/main.py: a group that is made before the cell, and a library.
-SESSION = ("/src/notebook_accel/notebook/worker.py", 137, "__call__")
-NEW_GROUP = (
-    (f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"),
-    (f"{OURS}/topology.py", 40, "renew_group"),
-    ("/src/notebook_accel/notebook/worker.py", 77, "get_ready"),
-    SESSION,
-)
-LIBRARY = (ALL_REDUCE[0], (f"{SITE}/trainer/loop.py", 3, "main"), SESSION)
 SAVE = (
     (f"{OURS}/checkpoint/saves.py", 200, "_wait"),
     (f"{OURS}/checkpoint/saves.py", 80, "meet"),
@@ -93,8 +84,6 @@ def stack(rank, frames, *, cpu=0):
         # A backward that computes waits for nobody.
         (BACKWARD, 100, "", "Cell In[4], line 8"),
         (TRAINER, 0, "all_reduce", "Cell In[4], line 30"),
-        (NEW_GROUP, 0, "init_process_group (renew_group)", "the launcher's own code"),
-        (LIBRARY, 0, "all_reduce", "loop.py, line 3"),
         (SAVE, 0, "save_state", "Cell In[4], line 11"),
         (WRITTEN, 0, "", "Cell In[4], line 11"),
         (SLEEP, 0, "", "Cell In[4], line 5"),

@@ -2,6 +2,7 @@
 
 import errno
 import struct
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,32 +45,28 @@ def begin_on_both(run):
 
 
 def test_what_comes_late_for_an_old_call_is_dropped(one):
-    (agent,) = one.agents
     call = one.begin_call()
-    agent.next()
-    agent.return_all(1)
+    one.agent.next()
+    one.agent.return_all(1)
     assert call.ended.wait(SECONDS)
     again = one.begin_call()
-    agent.next()
-    agent.tell(wire.Returned, call=1, rank=0, value=wire.Packet())
-    agent.tell(wire.CallStarted, call=2, rank=1)
+    one.agent.next()
+    one.agent.tell(wire.Returned, call=1, rank=0, value=wire.Packet())
+    one.agent.tell(wire.CallStarted, call=2, rank=1)
     eventually(lambda: again.state.ranks[1].status == "running", what="it came")
     assert not again.state.ranks[0].has_ended
 
 
 def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(one, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    (agent,) = one.agents
     with monkeypatch.context() as patch:
-        patch.setattr(agent.link.channel, "post", refuse)
+        refused = OSError(errno.EMFILE, "Too many open files")
+        patch.setattr(one.agent.link.channel, "post", Mock(side_effect=refused))
         with pytest.raises(OSError, match="Too many open files"):
             one.begin_call()
     call = one.begin_call()
-    sent = agent.next()
+    sent = one.agent.next()
     assert isinstance(sent, wire.BeginCall)
-    agent.return_all(sent.call)
+    one.agent.return_all(sent.call)
     assert call.ended.wait(SECONDS)
 
 
@@ -77,7 +74,6 @@ def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(one, monkeypatc
 
 
 def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(one, monkeypatch):
-    (agent,) = one.agents
     call = one.begin_call()
 
     def fails(*_, **__):
@@ -85,7 +81,7 @@ def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(one, monkeypatch
 
     monkeypatch.setattr(HangWatch, "look", fails)
     assert call.ended.wait(SECONDS)
-    assert agent.killed.is_set()
+    assert one.agent.killed.is_set()
     failure = call.state.failure
     assert "ZeroDivisionError: a defect" in failure.message
     assert "in fails" in failure.traceback
@@ -93,13 +89,10 @@ def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(one, monkeypatch
 
 
 def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one, monkeypatch):
-    def fails(*_, **_advised):
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr(calls, "closing_advice", fails)
-    (agent,) = one.agents
+    defect = ZeroDivisionError("a defect")
+    monkeypatch.setattr(calls, "closing_advice", Mock(side_effect=defect))
     call = one.begin_call(advise=True)
-    agent.return_all()
+    one.agent.return_all()
     assert call.ended.wait(SECONDS)
     assert call.state.status == "failed"
     assert "run.results" in call.state.error
@@ -109,26 +102,23 @@ def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one, monkeypat
 
 
 def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(one, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(Results, "keep", refuse)
+    refused = OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr(Results, "keep", Mock(side_effect=refused))
     call = one.begin_call()
-    one.agents[0].tell(wire.Returned, rank=0, value=wire.Packet())
+    one.agent.tell(wire.Returned, rank=0, value=wire.Packet())
     assert call.ended.wait(SECONDS)
-    assert one.agents[0].killed.is_set()
+    assert one.agent.killed.is_set()
     assert "notebook_accel itself failed (OSError: [Errno 12] Cannot" in call.state.error
     assert one.pool.ended.wait(SECONDS)
 
 
 def test_an_agent_that_talks_nonsense_is_lost(one):
-    (agent,) = one.agents
     call = one.begin_call()
     # In one piece with what can be understood, and then nothing more.
     good = encode(wire.CallStarted(run="r", call=1, rank=0))
-    agent.socket.sendall(struct.pack("!IB", len(good), 0) + good + b"\xff" * 64)
+    one.agent.socket.sendall(struct.pack("!IB", len(good), 0) + good + b"\xff" * 64)
     assert call.ended.wait(SECONDS)
-    assert agent.killed.is_set()
+    assert one.agent.killed.is_set()
     assert call.state.status == "failed"
 
 
@@ -185,30 +175,29 @@ def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(on
     monkeypatch.setattr(pool, "_DEAF_SECONDS", 0.1)
     call = one.begin_call()
     with one.pool.paused():
-        one.agents[0].return_all()
+        one.agent.return_all()
         one.pool.kill()
-    assert one.agents[0].killed.wait(SECONDS)
+    assert one.agent.killed.wait(SECONDS)
     assert call.ended.wait(SECONDS)
 
 
 def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(one, monkeypatch):
     """As where the kernel itself was held up for long, between its turns to listen and to look."""
-    (agent,) = one.agents
     drawn = []
 
     def be_held_up(state):
         if not drawn:
-            agent.link.channel.heard -= 1000.0
-            agent.tell(wire.Alive, call=0)
+            one.agent.link.channel.heard -= 1000.0
+            one.agent.tell(wire.Alive, call=0)
         drawn.append(state)
 
     monkeypatch.setattr(one.view, "update", be_held_up)
     call = one.begin_call()
-    assert isinstance(agent.next(), wire.BeginCall)
+    assert isinstance(one.agent.next(), wire.BeginCall)
     eventually(lambda: bool(drawn), what="a turn of the pool")
     with one.pool.paused():
         assert call.state.notices == ()
-    agent.return_all()
+    one.agent.return_all()
     assert call.ended.wait(SECONDS)
 
 

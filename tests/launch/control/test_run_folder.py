@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 from uuid import uuid4
 
 import numpy as np
@@ -55,23 +56,14 @@ def test_the_platforms_folder_otherwise(monkeypatch):
     assert "notebook-accel" in runs_folder().parts
 
 
-@pytest.mark.parametrize("blocked_by", ["a file", "rights", "a full disk"])
-def test_a_folder_that_cannot_be_made_says_what_to_do(blocked_by, tmp_path, monkeypatch):
-    root = tmp_path / "runs"
-    if blocked_by == "a file":
-        root.touch()
-    else:
-        error = PermissionError(13, "Permission denied")
-        if blocked_by == "a full disk":
-            error = OSError(28, "No space left on device")
-
-        def refuse(*_, **__):
-            raise error
-
-        monkeypatch.setattr("pathlib.Path.mkdir", refuse)
-    with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS") as caught:
-        RunFolder.make(root)
-    assert str(root) in str(caught.value)
+def test_a_folder_that_cannot_be_made_says_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=f"{tmp_path}/file.*NOTEBOOK_ACCEL_RUNS"):
+        RunFolder.make(tmp_path / "file")
+    for error in (PermissionError(13, "Permission denied"), OSError(28, "No space left")):
+        monkeypatch.setattr("pathlib.Path.mkdir", Mock(side_effect=error))
+        with pytest.raises(LaunchError, match=f"{tmp_path}/runs.*NOTEBOOK_ACCEL_RUNS"):
+            RunFolder.make(tmp_path / "runs")
 
 
 def test_runs_of_the_same_second_stand_in_the_order_of_their_launches(tmp_path):
@@ -189,12 +181,10 @@ def test_a_user_without_a_home(monkeypatch):
     ("written", "shown"),
     [
         (b"", ""),
-        (b"one\ntwo\n", "one\ntwo\n"),
         (b"10%\r20%\r30%\nnext", "30%\nnext"),
         (b"trailing\r\nwindows\r\n", "trailing\nwindows\n"),
-        (b"\r10%\r20%", "20%"),
-        (b"bad \xff byte", "bad \N{REPLACEMENT CHARACTER} byte"),
         ("früh\n".encode(), "früh\n"),
+        (b"bad \xff byte", "bad \N{REPLACEMENT CHARACTER} byte"),
         (b"form\x0cfeed\x1cand more\n", "form\x0cfeed\x1cand more\n"),
     ],
 )
@@ -206,15 +196,6 @@ def test_a_log_is_read_as_a_terminal_would_show_it(written, shown, tmp_path):
 
 
 # ---- what cannot be written ----------------------------------------------------------------
-
-
-def test_a_state_that_is_not_on_disk_is_told(tmp_path, monkeypatch):
-    folder = RunFolder.make(tmp_path)
-    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
-    assert folder.save(state) == ""
-    full = "notebook_accel.launch.control.run_folder.own_file"
-    monkeypatch.setattr(full, lambda _, flags: os.open("/dev/full", flags))
-    assert folder.save(state).startswith("disk full: how this run ended")
 
 
 def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path):

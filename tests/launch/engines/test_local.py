@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
@@ -120,24 +121,14 @@ def test_more_than_there_are(available, settings, message, devices):
         LocalEngine().plan_ranks(request(**settings))
 
 
-def test_a_wait_for_the_template_is_shown(monkeypatch):
-    class Source:
-        def __init__(self, *, is_ready):
-            self.is_ready = is_ready
-            self.importing = iter([""])
-
-        def wait_until_ready(self):
-            self.is_ready = True
-
-        def imports(self):
-            return wire.Imports(importing=next(self.importing))
-
-    for is_ready, expected in ((False, ["train", "timm"]), (True, ["timm"])):
-        source, view = Source(is_ready=is_ready), Slow()
-        source.importing = iter(["timm", "timm", ""])
-        monkeypatch.setattr(local, "ask_template", lambda _, question, one=source: question(one))
-        LocalEngine().warm_up(request(view))
-        assert (view.names, source.is_ready) == (expected, True)
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_wait_for_the_template_is_shown(is_ready, monkeypatch):
+    source, view = Mock(is_ready=is_ready), Slow()
+    source.imports.side_effect = [wire.Imports(importing=name) for name in ("timm", "timm", "")]
+    monkeypatch.setattr(local, "ask_template", lambda _, question: question(source))
+    LocalEngine().warm_up(request(view))
+    assert view.names == [*["train"][is_ready:], "timm"]
+    assert source.wait_until_ready.called
 
 
 # ---- the agent -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import resource
 import socket
 import subprocess
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,14 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import _key, ask_template, template, warm
+
+
+@pytest.fixture
+def source():
+    """The template of this process, ready."""
+    source = template()
+    source.wait_until_ready()
+    return source
 
 
 def test_devices_that_cannot_be_counted_are_not_taken_for_none():
@@ -26,10 +35,8 @@ def test_devices_that_cannot_be_counted_are_not_taken_for_none():
 
 
 def test_what_the_system_refuses_the_process_is_named(monkeypatch):
-    def refuse(*_args, **_options):
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    refused = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=refused))
     # A variable that is read at import makes it a question for a new process.
     monkeypatch.setenv("OMP_REFUSED", "1")
     with pytest.raises(LaunchError, match=r"temporarily unavailable.*ulimit -u"):
@@ -62,9 +69,7 @@ def test_which_variables_need_another_template(name, needs_another):
     assert (_key({name: "1"}) != _key({})) is needs_another
 
 
-def test_a_kernel_without_room_for_a_descriptor_ends_no_template():
-    source = template()
-    source.wait_until_ready()
+def test_a_kernel_without_room_for_a_descriptor_ends_no_template(source):
     closed = socket.socket()
     closed.close()
     # Its number, -1, cannot be duplicated, as none can where too many files are open.
@@ -73,17 +78,13 @@ def test_a_kernel_without_room_for_a_descriptor_ends_no_template():
     assert source.alive
 
 
-def test_an_exit_that_was_not_read_yet_is_known_without_waiting(monkeypatch):
-    source = template()
-    source.wait_until_ready()
+def test_an_exit_that_was_not_read_yet_is_known_without_waiting(source, monkeypatch):
     exited = wire.AgentExited(pid=-8, exitcode=9)
     monkeypatch.setattr(source, "_channel", SimpleNamespace(drain=lambda: [(exited, [])]))
     assert source.exit_of(-8, timeout=0.0) is exited
 
 
-def test_a_kernel_that_can_open_no_file_still_hears_its_template():
-    source = template()
-    source.wait_until_ready()
+def test_a_kernel_that_can_open_no_file_still_hears_its_template(source):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Descriptors 0 to 2 are taken, so that there is none for anything new.
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

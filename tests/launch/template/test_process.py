@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from unittest.mock import Mock
 from uuid import uuid4
 
 import psutil
@@ -86,9 +87,6 @@ def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(monkeypatch)
 
 @pytest.mark.parametrize("refused", ["fork", "pidfd_open"])
 def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(refused, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EAGAIN, "no more of them")
-
     ours, theirs = socket.socketpair()
     watched, kept = os.pipe()
     kernel, server = Channel(ours), process.Server(Channel(theirs), kernel=watched)
@@ -100,7 +98,8 @@ def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(refused, monkey
     serving.start()
     before = open_descriptors()
     children = {child.pid for child in psutil.Process().children()}
-    monkeypatch.setattr(os, refused, refuse)
+    full = OSError(errno.EAGAIN, "no more of them")
+    monkeypatch.setattr(os, refused, Mock(side_effect=full))
     for message, fds, kind in asked:
         kernel.send(message, fds)
         said, _ = kernel.receive()

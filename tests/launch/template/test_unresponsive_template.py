@@ -1,8 +1,8 @@
 """A template that does not answer: a launch gets a new one, within a bounded time."""
 
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,43 +43,34 @@ def a_launch():
     return on_cpu(lambda: 1).results
 
 
-def test_a_template_that_answers_garbage_is_replaced(ready):
-    # As if half a frame had been lost: what follows is read as another length.
-    ready._channel._incoming += b"garbage that is no frame"
-    assert a_launch() == [1, 1]
-    assert template().pid != ready.pid
-
-
-def test_a_template_whose_answer_is_lost_is_replaced(ready, monkeypatch):
+@pytest.mark.parametrize(
+    "answer",
+    # As if half a frame had been lost, and a length that more bytes are waited for than ever come.
+    [b"garbage that is no frame", b"\x00\x10\x00\x00\x00"],
+)
+def test_a_template_whose_answers_are_not_understood_is_replaced(answer, ready, monkeypatch):
     monkeypatch.setattr(handle, "_FORK_SECONDS", 0.5)
-    # A length that more bytes are waited for than will ever come.
-    ready._channel._incoming += b"\x00\x10\x00\x00\x00"
+    ready._channel._incoming += answer
     began = time.monotonic()
     assert a_launch() == [1, 1]
     assert time.monotonic() - began < SOON
+    assert template().pid != ready.pid
 
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * SOON)
 def test_launches_of_two_threads_with_other_variables(monkeypatch):
     """Each needs a template of its own: neither closes the one that the other waits for."""
-    results = {}
 
     def launch_one(number):
-        try:
-            environment = {"OMP_OF_A_TEST": f"test-{number}"}
-            run = on_cpu(lambda: os.environ["OMP_OF_A_TEST"], n=1, env=environment)
-            results[number] = run.results
-        except BaseException as error:
-            results[number] = error
+        environment = {"OMP_OF_A_TEST": f"test-{number}"}
+        return on_cpu(lambda: os.environ["OMP_OF_A_TEST"], n=1, env=environment).results
 
-    threads = [threading.Thread(target=launch_one, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(launch_one, 0)
         time.sleep(0.3)  # the second comes while the first waits for the imports
-    for thread in threads:
-        thread.join(3 * SOON)
-    assert results == {number: [f"test-{number}"] for number in range(2)}
+        second = pool.submit(launch_one, 1)
+        assert first.result(3 * SOON) + second.result(3 * SOON) == ["test-0", "test-1"]
     assert a_launch() == [1, 1]
 
 

@@ -25,16 +25,21 @@ def pair():
     other.close()
 
 
-def pump(one, other, until):
-    """What ``other`` gives out, until that are ``until`` messages and all is written."""
+def flow(one, other, until):
+    """Let all flow between both until the condition holds; gives what ``other`` gave out."""
     got = []
     deadline = time.monotonic() + SOON
-    while len(got) < until or not (one.is_idle and other.is_idle):
+    while not until(got):
         assert time.monotonic() < deadline, f"{len(got)} messages came"
         one.flush(block=False)
         got += other.drain()
         assert one.drain() == []
     return got
+
+
+def pump(one, other, num_messages):
+    """What ``other`` gives out, until that are so many messages and all is written."""
+    return flow(one, other, lambda got: len(got) >= num_messages and one.is_idle and other.is_idle)
 
 
 def returned(rank, *contents):
@@ -120,11 +125,7 @@ def test_a_log_goes_on_while_a_value_is_sent(pair, tmp_path):
     with source.open("rb") as reading:
         one.follow(3, reading.fileno())
     post(one, 0, BIG)
-    deadline = time.monotonic() + SOON
-    while not (copy.exists() and copy.read_bytes()):
-        assert time.monotonic() < deadline
-        one.flush(block=False)
-        assert other.drain() == []
+    assert flow(one, other, lambda _: copy.exists() and copy.read_bytes()) == []
     assert copy.read_bytes() == b"a line\n"
     one.end(3)
     value(*pump(one, other, 1)[0])
@@ -144,18 +145,12 @@ def test_a_file_is_followed_to_its_end(pair, tmp_path):
         other.open_log = lambda rank: os.open(copy, os.O_WRONLY | os.O_APPEND) if rank == 3 else -1
         for part in (b"", b"more\n", BIG):
             log.write(part)
-            deadline = time.monotonic() + SOON
-            while copy.stat().st_size < 18 + source.stat().st_size:
-                assert time.monotonic() < deadline
-                one.flush(block=False)
-                assert other.drain() == []
+            size = 18 + source.stat().st_size
+            assert flow(one, other, lambda _, size=size: copy.stat().st_size >= size) == []
         assert other.is_receiving
         log.write(b"last words")
         one.end(3)
-        while other.is_receiving:
-            assert time.monotonic() < deadline
-            one.flush(block=False)
-            assert other.drain() == []
+        assert flow(one, other, lambda _: not other.is_receiving) == []
     assert copy.read_bytes() == b"an attempt before\nbefore\nmore\n" + BIG + b"last words"
     whole = other.logs[3]
     assert (whole.start, whole.received, whole.is_whole) == (18, source.stat().st_size, True)

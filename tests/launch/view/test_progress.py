@@ -118,10 +118,6 @@ def test_the_rate_is_that_of_the_bar_that_the_progress_names_last():
     assert rank_facts(replace(rank, returned=True), 1.0)[2:4] == ("epochs: 1/3", "10.0 s/it")
 
 
-def test_where_a_rank_failed_its_inner_bars_say_so():
-    assert progress_text(nested(epoch_rate=None)) == "epochs: 1/3, eval: 5/20"
-
-
 def test_a_rank_that_lost_a_peer_does_not_look_like_the_culprit():
     lost = wire.Raised(rank=1, kind="lost peer", type_name="E", text="", traceback="")
     state = with_failed(after(running(2), lost), [0])
