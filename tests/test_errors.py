@@ -67,12 +67,6 @@ def test_errors_travel_without_their_run(kind, travel):
         assert {name: getattr(there, name) for name in DETAILS} == DETAILS
 
 
-def test_errors_with_other_arguments_travel_too():
-    for error in (RunStopped(), LaunchError("a", 1)):
-        there = pickle.loads(pickle.dumps(error))
-        assert (type(there), there.args) == (type(error), error.args)
-
-
 def test_what_ipython_shows_is_the_message_and_no_frame_of_ours():
     def user_code():
         resolve({"num_processes": -1})

@@ -202,9 +202,7 @@ def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(page, mon
         assert widget.tooltip
 
 
-def test_stop_is_asked_for_once_until_the_panel_says_what_a_second_click_does(monkeypatch):
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+def test_stop_is_asked_for_once_until_the_panel_says_what_a_second_click_does(clock):
     stopped = []
     shown = Shown(stop=lambda: stopped.append(clock.now))
     button = shown.field("Stop")
@@ -226,22 +224,12 @@ def test_stop_is_asked_for_once_until_the_panel_says_what_a_second_click_does(mo
     assert stopped == [1000.0, 1002.0]
 
 
-def test_a_double_click_does_not_kill(monkeypatch):
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+def test_a_double_click_does_not_kill(clock):
     killed = []
     kill = Shown(kill=lambda: killed.append(clock.now)).field("Kill")
     for clock.now in (1000.0, 1000.3, 1004.5, 1004.8, 1005.0, 1006.5):
         kill.click()
     assert killed == [1006.5]
-
-
-def test_where_no_rank_tells_its_stack_the_panel_says_why():
-    text = "the run has ended, or its keeper gave no answer\n"
-    shown = Shown(stacks=lambda: text)
-    shown.field("Stacks").click()
-    eventually(lambda: text.strip() in shown.part("na-note").value, within=10, what="it is said")
-    assert "ranks 0-1" in shown.part("na-note").value
 
 
 def test_what_cannot_be_drawn_stops_no_panel(monkeypatch):
@@ -322,9 +310,7 @@ def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page):
     assert len(page.shown) == before + 1
 
 
-def test_what_is_displayed_in_a_loop_does_not_flood_the_page(monkeypatch):
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+def test_what_is_displayed_in_a_loop_does_not_flood_the_page(clock):
     shown = Shown()
     sent = []
     displays_of(shown).observe(lambda _: sent.append(clock.now), names="value")

@@ -101,24 +101,20 @@ def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "live", "expected"),
+    ("name", "live", "draws_updates", "expected"),
     [
-        ("auto", None, PlainView),
-        ("auto", False, Transcript),
-        ("auto", True, Dashboard),
-        ("text", None, PlainView),
-        ("text", True, Transcript),
-        ("widgets", False, Dashboard),
-        ("none", True, OnDemand),
+        ("auto", None, True, PlainView),
+        ("auto", False, True, Transcript),
+        ("auto", True, True, Dashboard),
+        ("text", None, True, PlainView),
+        ("text", True, True, Transcript),
+        ("widgets", False, True, Dashboard),
+        ("widgets", True, False, Transcript),
+        ("none", True, True, OnDemand),
     ],
 )
-def test_the_view_fits_where_the_code_runs(monkeypatch, name, live, expected):
+def test_the_view_fits_where_the_code_runs(monkeypatch, name, live, draws_updates, expected):
     kernel = None if live is None else kernel_that(live=live)
     monkeypatch.setattr(clicks, "find_kernel", lambda: kernel)
+    monkeypatch.setattr(clicks, "draws_updates", lambda kernel: draws_updates)
     assert type(choose_view(name)) is expected
-
-
-def test_widgets_where_no_updates_are_drawn_are_plain_lines(monkeypatch):
-    monkeypatch.setattr(clicks, "find_kernel", lambda: kernel_that(live=True))
-    monkeypatch.setattr(clicks, "draws_updates", lambda kernel: False)
-    assert type(choose_view("widgets")) is Transcript

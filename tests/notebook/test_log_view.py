@@ -41,22 +41,6 @@ def draw_all(view, state):
         pass
 
 
-def test_new_lines_change_the_newest_block_alone():
-    state = after(running(1), output(0, "".join(f"line {n}\n" for n in range(250))))
-    view = view_of(state)
-    view.read(state)
-    draw_all(view, state)
-    assert text(view).splitlines() == [f"line {n}" for n in range(250)]
-    changed = []
-    for widget in part(view.box, "na-blocks").children:
-        widget.observe(lambda change: changed.append(change["owner"]), names="value")
-    state = after(state, output(0, "line 250\n"))
-    view.read(state)
-    draw_all(view, state)
-    assert changed == [blocks(view)[-1]]
-    assert text(view).endswith("line 250")
-
-
 def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there(monkeypatch):
     state = running(1)
     view = view_of(state)

@@ -1,13 +1,11 @@
 """What ranks display as one piece of HTML, for a cell that has ended."""
 
 import base64
-from types import SimpleNamespace
 
 import pytest
 
 from notebook_accel import wire
-from notebook_accel.notebook import rank_displays
-from notebook_accel.notebook.rank_displays import RankDisplays, by_rank
+from notebook_accel.notebook.rank_displays import RankDisplays
 from notebook_accel.render import snapshot
 from notebook_accel.render.snapshot import (
     other_displays,
@@ -89,10 +87,8 @@ def test_the_summary_has_them_below_as_the_person_made_them():
     assert SCRIPT not in render_snapshot(state)["text/html"]
 
 
-def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(monkeypatch):
+def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(monkeypatch, clock):
     page = Page(monkeypatch)
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
     displays, state = RankDisplays(), running(1)
     seen = []
     for clock.now, html in ((9.0, "1"), (9.1, "2"), (9.5, "3"), (10.2, "4"), (10.3, "5")):
@@ -106,10 +102,8 @@ def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(monke
     assert len(page.placed) == 1
 
 
-def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(monkeypatch):
+def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(monkeypatch, clock):
     page = Page(monkeypatch)
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
     displays, state = RankDisplays(), running(2)
     seen = []
     for clock.now, texts in enumerate((["a", "b"], ["c"], ["d", "e", "f"], [], ["g"]), start=10):
@@ -132,9 +126,3 @@ def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(monkey
         assert render_displays(state).count("<div") == len(texts) + bool(texts)
     assert seen == [["a", "b"], ["c", ""], ["d", "e", "f"], ["", "", ""], ["g", "", ""]]
     assert len(page.placed) == 6
-
-
-def test_ranks_that_show_the_same_are_told_together():
-    assert by_rank(["3", "4", "3", None]) == "ranks 0 and 2: 3\nrank 1: 4\n"
-    assert by_rank(["a\nb", "a\nb"]) == "ranks 0-1:\na\nb\n"
-    assert by_rank([None, None]) == ""

@@ -3,15 +3,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from notebook_accel.render.markup import (
-    Markup,
-    ansi_to_markup,
-    element,
-    escape,
-    join,
-    message_bytes,
-    shorten,
-)
+from notebook_accel.render.markup import ansi_to_markup, shorten
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m & \"quoted\" \x00\x07\ud800 </pre><b onclick=x>"
 
@@ -34,35 +26,12 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def test_text_stays_text_and_attributes_stay_attributes():
-    page = Tags(element("p", HOSTILE, title=HOSTILE))
-    assert page.tags == ["p"]
-    assert [name for name, _ in page.attributes] == ["title"]
-    assert page.text == "<script>alert('x')</script> & \"quoted\"  </pre><b onclick=x>"
-
-
-def test_what_is_markup_already_is_not_escaped_again():
-    assert element("b", element("i", "a&b")) == "<b><i>a&amp;b</i></b>"
-    assert join(["<", Markup("<br>")]) == "&lt;<br>"
-    assert escape(escape("<")) == "&lt;"
-
-
-def test_attributes_have_their_html_names():
-    made = element("progress", aria_label="rank 0", class_="a", hidden=False, open=True, id=None)
-    assert made == "<progress aria-label='rank 0' class='a' open></progress>"
-    assert element("img", src="x") == "<img src='x'>"
-
-
 @pytest.mark.parametrize(
     ("text", "short"),
     [("abc", "abc"), ("abcd", "abcd"), ("abcde", "abc…"), ("a<b", "…"), ("<", "<"), ("é<", "…")],
 )
 def test_shorten(text, short):
     assert shorten(text, 4) == short
-
-
-def test_message_bytes_counts_bytes_and_what_json_escapes():
-    assert message_bytes('ä\n"') == 3 + 1 + 2
 
 
 def test_colours_become_spans_and_end_where_they_end():
