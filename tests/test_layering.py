@@ -6,10 +6,11 @@ Imports are read from the source, those inside functions and under TYPE_CHECKING
 import ast
 import json
 import sys
-from dataclasses import dataclass
+from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -53,9 +54,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 DOORS_TEXT = "".join(path.read_text() for path in FILES if "compat" in path.parts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Import:
-    """One imported module, and where in the file it stands."""
+class Import(NamedTuple):
+    """One imported module, where in the file it stands, and whether importing the file does it."""
 
     module: str
     line: int
@@ -75,51 +75,20 @@ def layer_of(module):
     return parts[1] if len(parts) > 1 else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What the tests ask of a file, which is parsed once: to parse all takes seconds.
-
-    Attributes:
-        imports: all its imports.
-        taken: what it imports by name, as pairs of module and name.
-        classes: the names of its classes.
-        exported: what is in ``__all__``, which only doors and rooms that pass names on have.
-        has_docstring: or is empty.
-        num_lines: how long it is.
-    """
-
-    imports: tuple[Import, ...]
-    taken: tuple[tuple[str, str], ...]
-    classes: tuple[str, ...]
-    exported: frozenset[str]
-    has_docstring: bool
-    num_lines: int
+@cache
+def imports_of(path):
+    return [*_walk(tree_of(path), at_import=True)]
 
 
 @cache
-def read(path):
-    text = path.read_text()
-    tree = ast.parse(text)
-    nodes = [*ast.walk(tree)]
-    return Source(
-        imports=tuple(_walk(tree, at_import=True)),
-        taken=tuple(
-            (node.module, alias.name)
-            for node in nodes
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        ),
-        classes=tuple(node.name for node in nodes if isinstance(node, ast.ClassDef)),
-        exported=_exported(tree),
-        has_docstring=not tree.body or bool(ast.get_docstring(tree)),
-        num_lines=text.count("\n"),
-    )
+def tree_of(path):
+    return ast.parse(path.read_text())
 
 
 def _walk(node, at_import):
     for child in ast.iter_child_nodes(node):
         for module in _modules(child):
-            yield Import(module=module, line=child.lineno, at_import=at_import)
+            yield Import(module, child.lineno, at_import)
         is_later = isinstance(child, _FUNCTIONS) or _is_for_types(child)
         yield from _walk(child, at_import and not is_later)
 
@@ -148,7 +117,7 @@ def _whole(base, name):
 
 
 def ours(path):
-    return [i for i in read(path).imports if i.module == ROOT or i.module.startswith(f"{ROOT}.")]
+    return [i for i in imports_of(path) if _within(i.module, [ROOT])]
 
 
 def _within(module, parents):
@@ -193,7 +162,7 @@ def imported_by(files, at_import=False):
     return [
         (module_name(path), i.module)
         for path in files
-        for i in read(path).imports
+        for i in imports_of(path)
         if i.at_import or not at_import
     ]
 
@@ -251,56 +220,38 @@ def test_the_training_has_few_loose_files():
     assert loose <= {"accelerator", "cell_globals", "fsdp_functions", "local_sgd", "state"}
 
 
-def test_a_module_says_what_it_exports_and_stays_readable():
+def test_a_module_is_one_idea_and_what_has_no_underscore_is_public():
     for path in FILES:
-        source, name = read(path), module_name(path)
-        assert source.has_docstring, f"{name}: the first line says what it is for"
+        text, name = path.read_text(), module_name(path)
+        assert text.count("\n") <= 900 or name in _MAY_BE_LONG, f"{name}: a file is one idea"
         is_door = path.name == "__init__.py" or "compat" in path.parts
-        is_passed_on = f"from {name} import *" in DOORS_TEXT
-        may_list = is_door or is_passed_on
-        assert may_list or not source.exported, f"{name}: what has no underscore is public"
-        assert source.num_lines <= 900 or name in _MAY_BE_LONG, f"{name}: a file is one idea"
+        may_list = is_door or f"from {name} import *" in DOORS_TEXT
+        assert may_list or "\n__all__ = " not in text, f"{name} needs no __all__"
 
 
 def test_no_two_classes_have_one_name():
     """Nobody who meets the name in a traceback or by search has to ask which of them it is."""
-    where = {}
-    for path in FILES:
-        for name in read(path).classes:
-            where.setdefault(name, []).append(module_name(path))
-    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+    nodes = [node for path in FILES for node in ast.walk(tree_of(path))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_what_another_module_imports_is_not_private():
-    taken = {f"{base}.{name}" for path in FILES for base, name in read(path).taken}
-    private = {each for each in taken - MODULES if each.rpartition(".")[2].startswith("_")}
-    assert {each for each in private if each.startswith(ROOT)} == set()
-
-
-def test_what_another_module_imports_is_exported():
-    exported = {module_name(path): read(path).exported for path in FILES}
-    missing = {
-        f"{base}.{name}"
+    private = [
+        f"{path}:{node.lineno}: {alias.name}"
         for path in FILES
-        for base, name in read(path).taken
-        if exported.get(base) and name not in exported[base]
-        if name != "*" and f"{base}.{name}" not in MODULES
-    }
-    assert missing == set(), "add them to __all__ where they are defined"
-
-
-def _exported(tree):
-    """The names in ``__all__``; none where a module has no such list."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return frozenset(ast.unparse(each)[1:-1] for each in getattr(node.value, "elts", []))
-    return frozenset()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(ROOT)
+        for alias in node.names
+        if alias.name.startswith("_") and f"{node.module}.{alias.name}" not in MODULES
+    ]
+    assert private == []
 
 
 def test_the_dependencies_are_what_is_imported():
     """Third-party modules in the source, against ``dependencies`` in pyproject.toml."""
     declared = _declared()
-    imported = {i.module.split(".")[0] for p in FILES for i in read(p).imports} - {ROOT, ""}
+    imported = {i.module.split(".")[0] for p in FILES for i in imports_of(p)} - {ROOT, ""}
     imported -= set(sys.stdlib_module_names) | {"__main__", "__future__"}
     core = {_MODULE_OF.get(name, name.replace("-", "_")) for name in declared["core"]}
     extra = {_MODULE_OF.get(name, name.replace("-", "_")) for name in declared["extra"]}

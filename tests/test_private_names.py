@@ -10,15 +10,16 @@ import re
 import sys
 import threading
 from functools import cache, partial
+from importlib.util import find_spec
 from multiprocessing import util
+from pathlib import Path
 
 import pytest
 import torch
 from ipykernel.kernelbase import Kernel
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader
+from torch.distributed.device_mesh import DeviceMesh
 
-from notebook_accel.private import of_torch
 from tests.interpreters import run_script
 from tests.public import PACKAGE
 
@@ -168,121 +169,14 @@ def _takes(owner, name, *parameters):
     return found == expected
 
 
-@cache
-def _seen_in_a_group():
-    """What a process finds that has a process group, alone in it."""
-    return set(run_script(_LOOKS_IN_A_GROUP).split())
-
-
-_LOOKS_IN_A_GROUP = """
-import contextlib, time, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from notebook_accel.private import of_torch
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-@contextlib.contextmanager
-def told(*names):
-    with contextlib.suppress(AttributeError, AssertionError, TypeError, IndexError):
-        yield
-        print(*names)
-
-model = fully_shard(torch.nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (1,)))
-model.set_requires_gradient_sync(False)
-model(torch.ones(1, 2)).sum().backward()
-def whole_gradients():
-    state = fully_shard.state(model)
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    found = [held for group in groups for held in group.fsdp_params]
-    seen = [(held.unsharded_accumulated_grad, held._unsharded_param.grad) for held in found]
-    return [grad for pair in seen for grad in pair if grad is not None]
-
-with told("_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param"):
-    assert len(whole_gradients()) >= 2
-    of_torch.drop_whole_gradients(model, {id(each) for each in model.parameters()})
-    assert whole_gradients() == []
-with told("_flatten"):
-    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-    assert of_torch.flatten_mesh(mesh["a", "b"], "both").mesh_dim_names == ("both",)
-    assert mesh["both"].size() == 1
-with told("_spec"):
-    spread = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (1,)))
-    part = of_torch.at_other_device(spread, torch.zeros(2))
-    assert part.placements == spread.placements and not part.to_local().any()
-with told("_dump_fr_trace", "pg_names"):
-    dist.all_reduce(torch.ones(3))
-    recorded = of_torch.recorded_collectives()
-    if not recorded and torch.__version__ < (2, 12):  # gloo's are not there
-        print("_dump_fr_trace", "pg_names")
-    assert recorded
-    for _ in range(500):  # a thread of gloo's notes the end
-        newest = of_torch.recorded_collectives()[-1]
-        if newest["retired"]:
-            break
-        time.sleep(0.01)
-    assert newest["retired"] and newest["profiling_name"] == "gloo:all_reduce"
-    assert newest["input_sizes"] == [[3]] and newest["collective_seq_id"] > 0
-    assert of_torch.ranks_of_groups()[newest["process_group"][0]] == [0]
-wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
-with wrapped.join(divide_by_initial_world_size=False):
-    print(*of_torch.join_flags(wrapped))
-"""
+def _source_has(library, file, text):
+    folder = Path(find_spec(library).origin).parent
+    return text in (folder / f"{file}.py").read_text()
 
 
 def _records_nccl():
     native = torch._C._distributed_c10d
     return not torch.distributed.is_nccl_available() or hasattr(native, "_dump_nccl_trace")
-
-
-def _tells_of_overflow():
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(weight.sum() * float("inf")).backward()
-    scaler.step(optimizer)
-    return bool(of_torch.overflow(scaler, optimizer))
-
-
-def _knows_compiled():
-    model, function = torch.nn.Linear(1, 1), (lambda: 1)
-    compiled = torch.compile(model)
-    made = torch.compile(function)
-    return (
-        of_torch.original_module(compiled) is model and of_torch.original_function(made) is function
-    )
-
-
-def _counts_changes():
-    tensor = torch.zeros(1)
-    before = of_torch.count_of_changes(tensor)
-    tensor.add_(1)
-    return of_torch.count_of_changes(tensor) == before + 1
-
-
-def _knows_parts_of_module():
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    found = of_torch.parts_of_module(dict(vars(model)))
-    weights = of_torch.parts_of_module(dict(vars(model[0])))
-    return [*found] == ["0"] and [*weights] == ["weight", "bias"]
-
-
-def _has_storage():
-    typed = torch.storage.TypedStorage(4, dtype=torch.uint8)
-    return isinstance(of_torch.untyped_storage(typed), torch.UntypedStorage)
-
-
-def _calls_at_end_of_backward():
-    called = []
-    loss = torch.ones(1, requires_grad=True) * 2
-    loss.register_hook(lambda _: of_torch.at_end_of_backward(lambda: called.append(1)))
-    loss.backward()
-    return called == [1]
-
-
-def _source_has(module, text):
-    return text in inspect.getsource(importlib.import_module(module))
 
 
 # In a process of its own: a kernel's shell stays in the process that made it.
@@ -298,30 +192,37 @@ assert kernel.get_parent("shell")["header"]["session"] == "a"
 def _routes_replies():
     version = importlib.metadata.version("ipykernel").split(".")[:2]
     is_older = tuple(map(int, version)) < (7, 4)
-    return is_older or _source_has("ipykernel.kernelbase", '"_reply_subshell_for"')
+    return is_older or _source_has("ipykernel", "kernelbase", '"_reply_subshell_for"')
 
 
-def _loads_tensors():
-    return "torch._utils._rebuild_tensor_v2" in of_torch.loadable_names()
-
-
-# What cannot be seen without another library, or several ranks: by a text in the source.
-_IN_SOURCES = {
-    ("transformers", "_setup_devices"): ("training_args", "def _setup_devices"),
-    ("transformers", "_n_gpu"): ("training_args", "self._n_gpu ="),
-    ("torchdata", "_num_yielded"): ("stateful_dataloader.stateful_dataloader", "._num_yielded"),
-    ("datasets", "_distributed"): ("iterable_dataset", "._distributed"),
-    ("deepspeed", "_z3_optimizer"): ("runtime.zero.stage3", "._z3_optimizer ="),
-    ("deepspeed", "_hp_mapping"): ("utils.mixed_precision_linkage", "._hp_mapping ="),
-    ("deepspeed", "_release_process_group_references"): (
-        "utils.groups",
-        "def _release_process_group_references(",
-    ),
-}
-_IN_A_GROUP = (
-    *("_flatten", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param", "_spec"),
-    *("_dump_fr_trace", "_join_config", "_divide_by_initial_world_size"),
-)
+# What only objects have, by a text in the library's source.
+_IN_SOURCES = """
+torch _attention distributed/tensor/experimental/_attention set_rotate_method
+torch _divide_by_initial_world_size nn/parallel/distributed self._divide_by_initial_world_size
+torch _found_inf_per_device amp/grad_scaler def _found_inf_per_device(self, optimizer
+torch _fsdp_param_group distributed/fsdp/_fully_shard/_fsdp_state self._fsdp_param_group
+torch _fsdp_param_groups distributed/fsdp/_fully_shard/_fsdp_state self._fsdp_param_group
+torch _get_allowed_globals _weights_only_unpickler def _get_allowed_globals():
+torch _iterator utils/data/dataloader self._iterator =
+torch _join_config nn/parallel/distributed self._join_config
+torch _modules nn/modules/module __setattr__("_modules",
+torch _orig_mod _dynamo/eval_frame "_orig_mod"
+torch _parameters nn/modules/module __setattr__("_parameters",
+torch _spec distributed/tensor/_api ._spec
+torch _StorageInfo distributed/checkpoint/filesystem class _StorageInfo:
+torch _torchdynamo_orig_callable _dynamo/eval_frame _torchdynamo_orig_callable
+torch _unsharded_param distributed/fsdp/_fully_shard/_fsdp_param self._unsharded_param
+torch _untyped_storage storage self._untyped_storage =
+torch _weights_only_unpickler serialization _weights_only_unpickler
+transformers _setup_devices training_args def _setup_devices
+transformers _n_gpu training_args self._n_gpu =
+torchdata _num_yielded stateful_dataloader/stateful_dataloader ._num_yielded
+datasets _distributed iterable_dataset ._distributed
+deepspeed _z3_optimizer runtime/zero/stage3 ._z3_optimizer =
+deepspeed _hp_mapping utils/mixed_precision_linkage ._hp_mapping =
+deepspeed _release_process_group_references utils/groups def _release_process_group_references(
+"""
+_SOURCES = [line.split(" ", 3) for line in _IN_SOURCES.strip().splitlines()]
 _OF_SCALER = ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16")
 _OF_STORE = ("hostname", "port", "rank", "world_size", "timeout", ...)
 _RENDEZVOUS = sys.modules["torch.distributed.rendezvous"]
@@ -330,57 +231,33 @@ _TAKE = [
     ("torch", distributed_c10d, "_new_process_group_helper", "group_size", "group_rank", ...),
     ("torch", distributed_c10d, "_abort_process_group", "group"),
     ("torch", _RENDEZVOUS, "_create_c10d_store", *_OF_STORE),
+    ("torch", DeviceMesh, "_flatten", "self", "mesh_dim_name", ...),
     ("python", threading, "_shutdown"),
     ("python", util, "_run_finalizers", "minpriority"),
     ("ipykernel", Kernel, "_publish_status", "self", "status", "channel", "parent"),
 ]
-_OTHERS = {
-    "torch": {
-        "_C": lambda: callable(torch._C._stash_obj_in_tls),
-        "_stash_obj_in_tls": lambda: callable(torch._C._stash_obj_in_tls),
-        "_world": lambda: (
-            distributed_c10d._world.group_count,
-            distributed_c10d._world.pg_backend_config,
-        ),
-        "_attention": lambda: of_torch.set_rotate_method("allgather") is None,
-        "_StorageInfo": lambda: (
-            of_torch.part_of_file({"relative_path": "a", "offset": 0, "length": 1}).length == 1
-        ),
-        "_found_inf_per_device": _tells_of_overflow,
-        "_modules": _knows_parts_of_module,
-        "_parameters": _knows_parts_of_module,
-        "_orig_mod": _knows_compiled,
-        "_torchdynamo_orig_callable": _knows_compiled,
-        "_dump_nccl_trace": _records_nccl,
-        "_version": _counts_changes,
-        "_execution_engine": _calls_at_end_of_backward,
-        "_iterator": lambda: hasattr(DataLoader([0]), "_iterator"),
-        "_untyped_storage": _has_storage,
-        "_weights_only_unpickler": _loads_tensors,
-        "_get_allowed_globals": _loads_tensors,
-    },
-    "python": {
-        "_clear": lambda: callable(atexit._clear),
-        "_run_exitfuncs": lambda: callable(atexit._run_exitfuncs),
-        "_exit_function": lambda: callable(util._exit_function),
-        "_config": lambda: "semprefix" in multiprocessing.current_process()._config,
-    },
-    "ipykernel": {
-        "_shell_parent": lambda: run_script(_ASKS_FOR_THE_PARENT) == "",
-        "_reply_subshell_for": _routes_replies,
-    },
-}
+_ATTRIBUTES = [
+    ("torch", torch, "_C"),
+    ("torch", torch._C, "_stash_obj_in_tls"),
+    ("torch", torch._C._distributed_c10d, "_dump_fr_trace"),
+    ("torch", torch.autograd.Variable, "_execution_engine"),
+    ("torch", torch.Tensor, "_version"),
+    ("torch", distributed_c10d, "_world"),
+    ("python", atexit, "_clear"),
+    ("python", atexit, "_run_exitfuncs"),
+    ("python", util, "_exit_function"),
+    ("python", multiprocessing.current_process(), "_config"),
+]
 CHECKS = [
-    *(("torch", name, lambda name=name: name in _seen_in_a_group()) for name in _IN_A_GROUP),
-    *(
-        (library, name, partial(_source_has, f"{library}.{module}", text))
-        for (library, name), (module, text) in _IN_SOURCES.items()
-    ),
+    ("torch", "_dump_nccl_trace", _records_nccl),
+    ("ipykernel", "_shell_parent", lambda: run_script(_ASKS_FOR_THE_PARENT) == ""),
+    ("ipykernel", "_reply_subshell_for", _routes_replies),
+    *((library, name, partial(_source_has, library, *where)) for library, name, *where in _SOURCES),
     *(
         (library, name, partial(_takes, owner, name, *rest))
         for library, owner, name, *rest in _TAKE
     ),
-    *((library, name, check) for library, of in _OTHERS.items() for name, check in of.items()),
+    *((library, name, partial(hasattr, owner, name)) for library, owner, name in _ATTRIBUTES),
 ]
 
 
@@ -394,6 +271,6 @@ def test_the_installed_release_has_it(library, name, check):
         library = f"{library} {module.__version__}"
     try:
         has_it = check()
-    except (AttributeError, AssertionError, ImportError, KeyError, TypeError) as error:
+    except (AttributeError, AssertionError, OSError, TypeError) as error:
         pytest.fail(f"{library} has no {name} as private/ uses it ({error!r})")
     assert has_it, f"{library} has no {name} as private/ uses it"
