@@ -632,7 +632,7 @@ class Importing(Message, frozen=True, kw_only=True):
 
 
 class AskImports(Message, frozen=True, kw_only=True):
-    """Request to the template: how far are the imports?"""
+    """Request to the template for the progress of its imports."""
 
 
 class Imports(Message, frozen=True, kw_only=True):

@@ -194,32 +194,6 @@ notebook_launcher(wait, num_processes=1)
     assert "this process has launched no run yet" in error
 
 
-def test_a_plain_loop_that_is_stopped_says_what_to_type_for_what_was_trained(kernel, tmp_path):
-    ready = tmp_path / "ready"
-    kernel.displays.clear()
-    cell = kernel.start(
-        f"""
-def endless():
-    import pathlib, torch
-    from notebook_accel import Accelerator
-    loader = torch.utils.data.DataLoader(torch.ones(8, 1))
-    model, loader = Accelerator().prepare(torch.nn.Linear(1, 1), loader)
-    while True:
-        for _ in loader:
-            pathlib.Path({str(ready)!r}).touch()
-notebook_launcher(endless, num_processes=2)
-"""
-    )
-    assert kernel.listen_until(ready.exists, seconds=60)
-    kernel.wait_for_panel()
-    kernel.click("Stop")
-    error = "\n".join(kernel.finish(cell).traceback)
-    assert "RunStopped" in error
-    # The summary says it once.
-    assert "rescued" not in error
-    assert "\n".join(summaries(kernel)).count("kept: last_run().rescued<") == 1
-
-
 def test_what_a_page_does_with_the_form_is_done_in_its_order_also_while_a_cell_computes(
     kernel, tmp_path
 ):
@@ -285,25 +259,8 @@ def _span(seen):
     return seen[-1].when - seen[0].when if seen else 0.0
 
 
-def by_nbclient(notebook, folder):
-    resources = {"metadata": {"path": folder}}
-    return nbclient.NotebookClient(notebook, timeout=60, resources=resources).execute()
-
-
-def by_papermill(notebook, folder):
-    import papermill
-
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
-    nbformat.write(notebook, folder / "in.ipynb")
-    return papermill.execute_notebook(
-        folder / "in.ipynb", folder / "out.ipynb", cwd=folder, progress_bar=False
-    )
-
-
-@pytest.mark.parametrize(
-    "execute", [by_nbclient, pytest.param(by_papermill, marks=pytest.mark.long)]
-)
-def test_an_executed_notebook_holds_the_summary_once(execute, tmp_path):
+def test_an_executed_notebook_holds_the_summary_once(tmp_path):
+    """By nbclient, as papermill executes it, too."""
     cells = [
         SETUP,
         "run = notebook_launcher(train, (20,), num_processes=2)",
@@ -311,7 +268,8 @@ def test_an_executed_notebook_holds_the_summary_once(execute, tmp_path):
         "run.wait(); print(run.results)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
-    notebook = execute(notebook, tmp_path)
+    resources = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(notebook, timeout=60, resources=resources).execute()
     outputs = [cell.outputs for cell in notebook.cells]
     for cell in (1, 2):
         (summary,) = [output for output in outputs[cell] if output.output_type == "display_data"]

@@ -102,7 +102,9 @@ _OF_RANKS = r"rank_\d+"
 
 
 class Save:
-    """One save of a checkpoint, which rank 0 publishes::
+    """One save of a checkpoint, which rank 0 publishes.
+
+    ::
 
         rank 0   write -> take the others' files in -> publish -> take in what came meanwhile
         others   write into a folder of their own -> leave a note of it; if published, add the files
