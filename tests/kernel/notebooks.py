@@ -1,5 +1,6 @@
 """A notebook open in a real kernel, whose every process can be found."""
 
+import ast
 import os
 import textwrap
 import uuid
@@ -37,6 +38,12 @@ class Notebook:
         reply = self.finish(self.start(code), timeout=timeout)
         assert reply.status == "ok", "\n".join(reply.traceback)
         return reply.text
+
+    def value(self, code: str) -> Any:
+        """Run a cell that must end well; gives the value of its last expression, a literal."""
+        reply = self.finish(self.start(code))
+        assert reply.status == "ok", "\n".join(reply.traceback)
+        return ast.literal_eval(reply.outputs[-1]["data"]["text/plain"])
 
     def shows(self, code: str) -> dict[str, Any]:
         """Run a cell that must end well; gives its one output with HTML, kept up to date."""

@@ -163,8 +163,8 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path):
         clone = f"old.clone(lr=0.25, end={str(end)!r})"
         check_original(notebook, clone, end, "pale: first (lr=0.5)")
         check_original(notebook, clone.replace(")", ", warm=True)"), end, "pale: first (lr=0.5)")
-        old = notebook.run("print(new.state.origin == old.id, old.id)").split()
-        assert old[0] == "True"
+        old, origin = notebook.value("old.id, new.state.origin")
+        assert old == origin
         resume = f"notebook_launcher(train, (0.5, {str(end)!r}), 1, block=False, resume=old)"
         folder = f"={str(tmp_path / 'kept')!r}"
         check_original(notebook, resume.replace("=old", folder), end, "pale: lr=0.25")
@@ -172,14 +172,14 @@ def test_a_clone_and_a_resumed_run_show_the_curve_of_their_original(tmp_path):
 
         # In another kernel, from the disk; and once the original was deleted without it.
         page = "print(type(new.show()).__name__)"
-        new = notebook.run("print(new.id)").strip()
+        new = notebook.value("new.id")
         notebook.manager.restart_kernel(now=True)
         notebook.kernel.client.wait_for_ready(timeout=60)
         found = f"from notebook_accel import find_run\nnew = find_run({new!r})\n{page}"
         reply = notebook.finish(notebook.start(found))
         pages = [str(one["data"].get("text/html")) for one in reply.outputs]
         assert "pale: first" in html.unescape("".join(pages))
-        shutil.rmtree(tmp_path / "runs" / old[1])
+        shutil.rmtree(tmp_path / "runs" / old)
         reply = notebook.finish(notebook.start("new.show()"))
         assert "pale: first" not in str(reply.outputs)
         assert "✓ succeeded" in str(reply.outputs)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 
 import psutil
 import pytest
@@ -66,10 +65,8 @@ def keepers(notebook):
 def launched(notebook, folder):
     """A detached run of two ranks that are in the function; gives its id."""
     notebook.run(f"{_FUNCTIONS}folder = Path({str(folder)!r})")
-    run_id = notebook.run(
-        "run = notebook_launcher(train, (folder,), 2, block=False, detach=True, view='none')\n"
-        "print(run.id)"
-    ).split()[-1]
+    launch = "run = notebook_launcher(train, (folder,), 2, block=False, detach=True, view='none')"
+    run_id = notebook.value(f"{launch}\nrun.id")
     begun = [folder / "begun0", folder / "begun1"]
     eventually(lambda: all(one.exists() for one in begun), within=SLOW, what="both ranks train")
     return run_id
@@ -82,16 +79,14 @@ def test_a_detached_run_survives_the_death_of_its_kernel(notebook, later, tmp_pa
     eventually(lambda: gone([kernel]), within=SLOW, what="the kernel is dead")
     assert "running" in later.run("print(notebook_accel.runs(everywhere=True))")
     later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
-    assert later.run("print(run.status)").strip() == "running"
+    assert later.value("run.status") == "running"
     (tmp_path / "go").touch()
-    assert later.run("print([(one.value, len(rest)) for one, rest in run])").strip() == (
-        "[(40, 100000), (41, 100000)]"
-    )
-    logs = later.run("print(run.logs())")
-    for rank in (0, 1):
-        assert f"begun {rank}" in logs
-        assert f"went on {rank}" in logs
-    assert later.run("print([row['value'] for row in run.metrics])").strip() == "[0.5]"
+    results = later.value("[(one.value, len(rest)) for one, rest in run]")
+    assert results == [(40, 100_000), (41, 100_000)]
+    logs = later.value("run.logs()")
+    for words in ("begun 0", "begun 1", "went on 0", "went on 1"):
+        assert words in logs
+    assert later.value("[row['value'] for row in run.metrics]") == [0.5]
     notebook.expect(0, but=kernel, within=SLOW)
 
 
@@ -103,7 +98,7 @@ def test_its_ranks_have_what_the_notebook_imported(notebook, tmp_path):
     notebook.run("from notebook_accel import notebook_launcher\nimport kept_lib")
     notebook.run("def has():\n    import sys\n    return 'kept_lib' in sys.modules")
     launch = "notebook_launcher(has, (), 2, block=False, detach=True, view='none')"
-    assert notebook.run(f"print([*{launch}])").strip() == "[True, True]"
+    assert notebook.value(f"[*{launch}]") == [True, True]
     # In the kernel, and in the templates of the kernel, which a detached run does not wait for, and
     # of the keeper.
     read = (tmp_path / "log").read_text
@@ -117,9 +112,7 @@ def test_a_later_kernel_stops_it_and_nothing_is_left(notebook, later, tmp_path):
     later.run(f"run = notebook_accel.attach({run_id!r}, view='widgets')")
     assert " in train" in later.run("print(run.stacks())")
     later.run("run.stop()")
-    assert later.run("print([one.value for one, _ in run.wait()], run.status)").strip() == (
-        "[40, 41] stopped"
-    )
+    assert later.value("[one.value for one, _ in run.wait()], run.status") == ([40, 41], "stopped")
     notebook.expect(0, but=notebook.pid, within=SLOW)
     later.expect(0, but=later.pid, within=SLOW)
     left = {entry.name for entry in (tmp_path / "runs" / run_id).iterdir()}
@@ -128,8 +121,8 @@ def test_a_later_kernel_stops_it_and_nothing_is_left(notebook, later, tmp_path):
     # Of a run that has ended, any kernel has the results still.
     notebook.run("import notebook_accel")
     attached = f"run = notebook_accel.attach({run_id!r})"
-    assert notebook.run(f"{attached}\nprint(run[1][0].value)").strip() == "41"
-    assert "went on 0" in notebook.run(f"print(notebook_accel.find_run({run_id!r}).logs(0))")
+    assert notebook.value(f"{attached}\nrun[1][0].value") == 41
+    assert "went on 0" in notebook.value(f"notebook_accel.find_run({run_id!r}).logs(0)")
 
 
 @pytest.mark.long
@@ -150,13 +143,9 @@ def test_the_kernel_that_launched_is_an_attached_one(notebook, tmp_path):
     run_id = launched(notebook, tmp_path)
     notebook.run(f"again = notebook_accel.attach({run_id!r}, view='none')")
     (tmp_path / "go").touch()
-    assert notebook.run("print(run[0][0].value, again[1][0].value)").strip() == "40 41"
-    assert notebook.run("del run, again\nprint(notebook_accel.last_run()[1][0].value)").strip() == (
-        "41"
-    )
-    assert notebook.run("print([one.id for one in notebook_accel.runs()])").strip() == (
-        f"[{run_id!r}]"
-    )
+    assert notebook.value("run[0][0].value, again[1][0].value") == (40, 41)
+    assert notebook.value("del run, again\nnotebook_accel.last_run()[1][0].value") == 41
+    assert notebook.value("[one.id for one in notebook_accel.runs()]") == [run_id]
 
 
 @pytest.mark.long
@@ -235,27 +224,24 @@ def test_a_run_whose_folder_was_deleted_is_found_and_has_its_result(notebook, la
     folder = tmp_path / "runs" / run_id
     shutil.rmtree(tmp_path / "runs")
     eventually((folder / "config.yaml").exists, within=SLOW, what="its folder is there again")
-    listed = "print([(run.id, run.status) for run in notebook_accel.runs(everywhere=True)])"
-    assert later.run(listed).strip() == f"[({run_id!r}, 'running')]"
+    listed = "[(run.id, run.status) for run in notebook_accel.runs(everywhere=True)]"
+    assert later.value(listed) == [(run_id, "running")]
     later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
     (tmp_path / "go").touch()
-    assert later.run("print(run[1][0].value)").strip() == "41"
+    assert later.value("run[1][0].value") == 41
 
 
-def test_all_who_ask_for_stacks_at_once_have_them(notebook, tmp_path):
+def test_all_who_ask_for_stacks_have_them_and_a_kill_reaches_a_run_without_a_folder(
+    notebook, tmp_path
+):
     launched(notebook, tmp_path)
     code = """
-    from concurrent.futures import ThreadPoolExecutor
-    with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(run.stacks) for _ in range(3)]
-        print([one.result().count("in train") for one in asked])
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(run.stacks) for _ in range(3)]
+        [one.result().count("in train") for one in asked]
     """
-    assert notebook.run(textwrap.dedent(code)).strip() == "[2, 2, 2]"
-    notebook.run("run.kill()")
-
-
-def test_a_kill_reaches_a_run_without_a_folder(notebook, tmp_path):
-    launched(notebook, tmp_path)
+    assert notebook.value(code) == [2, 2, 2]
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # the keeper may have made it anew
     (tmp_path / "runs").touch()
@@ -295,15 +281,15 @@ def test_a_full_disk_at_the_end_loses_no_verdict_and_names_itself(notebook, late
     assert "disk full" in notebook.fails("run.wait()[0]")
     eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
     later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
-    assert later.run("print(run.status)").strip() == "succeeded"
+    assert later.value("run.status") == "succeeded"
     assert "disk full: what rank 0 returned is lost" in later.fails("run[0]")
 
 
-@pytest.mark.parametrize("end", ["run.stop()", "run.stop(3.5)", "run.kill()"])
+@pytest.mark.parametrize("end", ["run.stop(3.5)", "run.kill()"])
 def test_a_run_can_be_ended_on_a_full_disk(notebook, small, tmp_path, end):
     launched(notebook, tmp_path)
     fill(small)
     notebook.run(end)
     eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
     notebook.run("run._call.ended.wait(30)")
-    assert notebook.run("print(run.status)").strip() == "stopped"
+    assert notebook.value("run.status") == "stopped"

@@ -1,6 +1,5 @@
 """A person stops a training in a notebook, goes on with another rate, and clones a trial warm."""
 
-import ast
 import os
 import signal
 
@@ -53,9 +52,7 @@ def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook
         ended = notebook.fails("run.pause()")
         assert "the run has ended" in ended
         assert "run.py" not in ended, "no frame of the package"
-        run_id, done, *results = ast.literal_eval(
-            notebook.run("print([run.id, done, *again.results])")
-        )
+        run_id, done, *results = notebook.value("[run.id, done, *again.results]")
         assert results == [(300 - done, 0.01)] * 2
         assert f"begins at batch {done}" in notebook.run("print(again.state.notices)")
         # That run is the newest now, and has ended well.
@@ -63,12 +60,10 @@ def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook
         wider = (GO_ON % "run").replace("0.01", "0.01, 'width': 8")
         wrong = notebook.fails(wider)
         assert "size mismatch for 0.weight: (4, 1) there, (8, 1) in the model" in wrong
-        found = other.run(f"print({GO_ON % f'find_run({run_id!r})'}.results)")
-        assert ast.literal_eval(found.splitlines()[-1]) == results
+        assert other.value(f"{GO_ON % f'find_run({run_id!r})'}.results") == results
         notebook.run("clone = run.clone(lr=0.02, size=40)")
-        assert notebook.run("print(clone.wait().results, clone.name)").endswith(
-            "[(10, 0.02), (10, 0.02)] lr=0.02, size=40\n"
-        )
+        cloned = notebook.value("clone.wait().results, clone.name")
+        assert cloned == ([(10, 0.02), (10, 0.02)], "lr=0.02, size=40")
 
 
 def test_a_paused_run_ends_with_an_interrupt_a_rank_or_its_kernel():
@@ -83,9 +78,8 @@ def test_a_paused_run_ends_with_an_interrupt_a_rank_or_its_kernel():
         assert kernel.listen_until(lambda: named(kernel, "Go on") == 1, seconds=30)
         notebook.interrupt()
         assert "KeyboardInterrupt" in notebook.finish(cell).traceback[-1]
-        kept = notebook.run("kept = last_run()\nprint(kept.status, kept.rescued.missing)")
-        assert kept == "stopped []\n"
-        assert float(notebook.run("print(kept.state.paused_seconds)")) > 0
+        kept = "kept = last_run()\nkept.status, kept.rescued.missing, kept.state.paused_seconds > 0"
+        assert notebook.value(kept) == ("stopped", [], True)
         notebook.run(BEGIN + "run.pause()\nimport os, signal\nos.kill(run.pids[1], signal.SIGKILL)")
         assert "rank 1 was killed by SIGKILL" in notebook.fails("run.wait()")
         notebook.run(BEGIN + "run.pause()")
@@ -122,8 +116,7 @@ def test_of_a_hundred_moves_of_a_slider_the_last_counts_and_one_that_no_rank_hea
     for value in moves:
         kernel.fill("rate", value)
     notebook.run("while run.state.knobs['rate'].value != 1.0: time.sleep(0.01)")
-    took = "[row['value'] for row in run.metrics if row['name'] == 'knob/rate']"
-    values = ast.literal_eval(notebook.run(f"print({took})"))
+    values = notebook.value("[row['value'] for row in run.metrics if row['name'] == 'knob/rate']")
     assert values == sorted(values)
     assert {*values} <= {*moves}
     assert len(values) < 60, "the newest of those that wait"
@@ -161,9 +154,7 @@ def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook):
     kernel.click("Start")
     notebook.run("while len(s) < 2: time.sleep(0.01)")
     notebook.run("clone = s.runs[1].wait(); s.stop(); s.wait()")
-    seen, rate, noticed = ast.literal_eval(
-        notebook.run("print([*clone.results[0], str(clone.state.notices)])")
-    )
+    seen, rate, noticed = notebook.value("[*clone.results[0], str(clone.state.notices)]")
     assert rate == 0.01
     assert 10 <= 600 - seen < 600, "it goes on from a step of the trial"
     assert f"begins at batch {600 - seen}" in noticed
@@ -179,18 +170,17 @@ def test_a_paused_trial_gets_the_next_free_device_by_mouse(notebook):
     assert kernel.listen_until(lambda: offers(kernel, "trial 2"), seconds=60)
     kernel.fill("Trial", "trial 1")
     kernel.click("Next")
-    went_on = notebook.run(
+    went_on = notebook.value(
         """
         numbers = lambda: [len(run.metrics) for run in s.runs[:2]]
         paused = numbers()
         while numbers() == paused:
             time.sleep(0.05)
-        print([now > then for now, then in zip(numbers(), paused)])
-        s.stop()
-        s.wait()
+        [now > then for now, then in zip(numbers(), paused)]
         """
     )
-    assert went_on == "[False, True]\n", "without a click it was trial 0's turn"
+    assert went_on == [False, True], "without a click it was trial 0's turn"
+    notebook.run("s.stop(); s.wait()")
 
 
 def shows(kernel, words):

@@ -1,6 +1,5 @@
 """``%%accelerate`` on persistent workers, in a real kernel: what one cell leaves the next finds."""
 
-import ast
 import os
 import re
 import signal
@@ -81,6 +80,10 @@ def test_magics_shell_lines_and_top_level_await(book):
     )
     assert reply.text == "rank 0: ('1', 10)\nrank 1: ('2', 10)\n"
     assert "Wall time" in book.run("%accelerate logs 0")
+    # What a terminal would obey is left out of logs: a line that writes the clipboard, say.
+    book.run('%%accelerate\nprint("\\x1b]52;c;ZXZpbA==\\x07a, \\x1b[2J\\x9b2Jc")')
+    for command in ("%accelerate logs", "%accelerate logs 0"):
+        assert re.search(r"(?m)^(\[rank 0\] )?a, c$", book.run(command))
 
 
 def test_tables_figures_and_html_are_shown_richly(book):
@@ -204,33 +207,11 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book):
     assert book.run("%%accelerate\n'still here'") == "ranks 0-1: 'still here'\n"
     # A next launch ends what was held.
     book.fails(launch.format(0, ""))
-    held = ast.literal_eval(
-        book.run("print([r.pid for r in notebook_accel.runs()[-1].state.ranks])")
-    )
+    held = book.value("[rank.pid for rank in notebook_accel.runs()[-1].state.ranks]")
     assert all(map(psutil.pid_exists, held))
     book.run(launch.format(1, ""))
     eventually(lambda: not any(map(psutil.pid_exists, held)), within=SOON, what="held ranks end")
     assert book.run("print(run[1])") == "7\n"
-
-
-@pytest.mark.long
-def test_a_session_in_debug_mode_trains():
-    with open_notebook() as notebook:
-        notebook.run("""
-            %load_ext notebook_accel
-            import torch
-            from notebook_accel import Accelerator, notebook_launcher
-            def train():
-                accelerator = Accelerator()
-                model = accelerator.prepare(torch.nn.Linear(2, 1))
-                accelerator.backward(model(torch.ones(1, 2)).sum())
-                return [weight.grad.tolist() for weight in model.parameters()]
-        """)
-        launch = "run = notebook_launcher(train, num_processes=2, session=True, debug=True)"
-        notebook.run(launch)
-        assert notebook.run("print(run.results)") == f"{[[[[1.0, 1.0]], [1.0]]] * 2}\n"
-        text = notebook.run("%%accelerate\ntrain(), accelerator.state.debug")
-        assert text == "ranks 0-1: ([[[1.0, 1.0]], [1.0]], True)\n"
 
 
 def typed(book, cell, prompt, answers):
@@ -271,18 +252,6 @@ def test_options_that_do_not_fit_the_session_reach_no_rank(book, tmp_path):
     """)
     shown = [str(data["data"]) for data in book.kernel.displays.values()]
     assert any("rdzv_id is not used" in part for part in (text, *shown))
-
-
-def test_logs_are_printed_without_what_a_terminal_obeys(book):
-    """A line that writes the clipboard, one that is a link, and one that clears the screen."""
-    book.run(r"""
-        %%accelerate --ranks 0
-        print("\x1b]52;c;ZXZpbA==\x07a, \x1b]8;;http://e/\x1b\\b\x1b]8;;\x1b\\, \x1b[2J\x9b2Jc")
-    """)
-    for command in ("%accelerate logs", "%accelerate logs 0"):
-        text = book.run(command)
-        assert "a, b, c\n" in text
-        assert not set("\x1b\x07\x9b") & set(text)
 
 
 # ---- names of the notebook -----------------------------------------------------------------
@@ -603,9 +572,7 @@ def test_a_function_is_launched_on_the_warm_workers(book):
     assert "[5, 5]\nTrue\n" in text
     assert "without session=True" in book.fails("run.export('x.py')")
     assert book.run("%%accelerate\nweight = 20") == ""
-    assert book.run("print([v for _, v in notebook_launcher(work, (2,), session=True)])").endswith(
-        "[43, 43]\n"
-    )
+    assert book.value("[v for _, v in notebook_launcher(work, (2,), session=True)]") == [43, 43]
     text = book.fails("notebook_launcher(work, (2,), 3, session=True)")
     assert "the session was started with num_processes=2" in text
 
@@ -617,8 +584,7 @@ def test_a_function_is_launched_on_the_warm_workers(book):
     "damage",
     [
         "import sys\nsys.stdout = sys.stderr = None",
-        "import sys\nsys.stdout.close()",
-        "globals().clear()\nx = 1",
+        "import sys\nsys.stdout.close()\nglobals().clear()\nx = 1",
         "import os, tempfile\nwith tempfile.TemporaryDirectory() as d: os.chdir(d)",
     ],
 )

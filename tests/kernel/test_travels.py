@@ -1,11 +1,8 @@
 """What a notebook really holds travels to the ranks and comes back, in a real kernel."""
 
-import ast
-
 import pytest
 
-from tests.kernel.notebooks import SLOW, open_notebook
-from tests.waiting import eventually
+from tests.kernel.notebooks import open_notebook
 
 
 @pytest.fixture(scope="module")
@@ -149,31 +146,6 @@ def test_the_notebooks_model_is_untouched_and_the_returned_one_is_trained(book):
     """)
 
 
-@pytest.mark.long
-def test_two_notebooks_at_once(book):
-    work = """
-        def meet(count):
-            dist.init_process_group("gloo")
-            for number in range(count):
-                total = summed(number)
-                time.sleep(0.01)
-            return total
-
-        results = [launch(meet, 50).results for _ in range(2)]
-        assert results == [[98.0, 98.0]] * 2, results
-    """
-    with open_notebook() as other:
-        other.run(_BEGIN)
-        other.run("assert launch(lambda: 1).results == [1, 1]")
-        cells = [(notebook, notebook.start(work)) for notebook in (book, other)]
-        for notebook, cell in cells:
-            reply = notebook.finish(cell)
-            assert reply.status == "ok", "\n".join(reply.traceback)
-        other.manager.shutdown_kernel(now=True)
-        eventually(lambda: not other.others(), within=SLOW, what="its template ended with it")
-    assert book.run("print(launch(lambda: 1).results)") == "[1, 1]\n"
-
-
 def test_a_managers_proxies_reach_it_from_the_ranks(book):
     book.run("""
         import multiprocessing
@@ -299,7 +271,7 @@ def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped
         send(range(30))
         grown = megabytes(os.getpid()) - before[0], megabytes(pid) - before[1]
     """)
-    kernel, rank = ast.literal_eval(notebook.run("print(grown)"))
+    kernel, rank = notebook.value("grown")
     print(f"grown by {kernel:.0f} MB in the kernel, {rank:.0f} MB in the rank")
     # All that was sent is 600 MB.
     assert kernel < 150

@@ -27,9 +27,7 @@ def test_fetching_the_launcher_starts_the_template_once(notebook):
     # It waited for nothing, and so it did not say that it does.
     shown = [str(output) for output in notebook.kernel.first]
     assert not any("takes some seconds the first time" in text for text in shown), shown
-    assert notebook.run("print(list(run), template().pid)").split() == [
-        "[1,", "1]", str(template.pid),
-    ]  # fmt: skip
+    assert notebook.value("list(run), template().pid") == ([1, 1], template.pid)
     eventually(lambda: notebook.others() == [template], within=SLOW, what="the ranks have ended")
 
 
