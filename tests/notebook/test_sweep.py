@@ -113,18 +113,6 @@ def test_stop_ends_what_runs_and_starts_no_more():
     assert [run.results for run in found] == [[1.0], [1.0]], "by should_stop"
 
 
-def test_a_trial_is_added_as_long_as_it_will_be_begun_and_later_an_error_says_what_to_do():
-    asked = dict.fromkeys(("metric", "num_trials", "sampler", "pruner"))
-    arguments = Arguments({"space": [{"lr": 1.0}], **asked}, SweepFolder())
-    arguments.ask()
-    assert arguments.add(TrialChoice({"lr": 2.0}, {}, "origin", "")) == 1
-    assert not arguments.close(at_once=False), "one is still to begin"
-    arguments.ask()
-    assert arguments.close(at_once=False)
-    with pytest.raises(RuntimeError, match=r"the sweep has ended: clone .* run.clone\(\)"):
-        arguments.add(TrialChoice({"lr": 3.0}, {}, "origin", ""))
-
-
 def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place():
     optuna = pytest.importorskip("optuna")
     folder, asked = SweepFolder(), dict.fromkeys(("num_trials", "sampler"))
@@ -141,7 +129,11 @@ def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place():
         later.ask_again(one)
     later.give_up_others()
     assert [each.state.name for each in later.study.trials] == ["RUNNING", "FAIL"]
+    assert not later.close(at_once=False), "one is still to begin"
     assert (later.num_trials, later.ask()[0].arguments) == (4, {"lr": 2.0})
+    assert later.close(at_once=False)
+    with pytest.raises(RuntimeError, match=r"the sweep has ended: clone .* run.clone\(\)"):
+        later.add(clones[0])
 
 
 def test_bad_input_starts_nothing():

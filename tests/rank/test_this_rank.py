@@ -91,6 +91,22 @@ def test_ranks_that_are_threads():
     assert not current().launched
 
 
+def test_first_questions_from_many_threads_get_one_answer():
+    barrier = threading.Barrier(8)
+    found = []
+
+    def ask():
+        barrier.wait()
+        found.append(current())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(context) for context in found}) == 1
+
+
 def _in_child(act):
     pid = os.fork()
     if not pid:
