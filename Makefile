@@ -174,7 +174,7 @@ test-kernels: $(READY)
 	$(PYTEST) tests/notebook/matrix.py $(ARGS)
 
 test-kills: $(READY)
-	$(BIN)/python -m tests.kills $(ARGS)
+	NOTEBOOK_ACCEL_TEST_ROUNDS=50 $(PYTEST) tests/training/test_kills.py $(ARGS)
 
 # Each Python in an environment of its own; one that does not start is not installed.
 test-pythons:

@@ -127,12 +127,6 @@ def test_bad_variables_are_named_without_their_texts(env, said):
     assert "secret" not in str(caught.value)
 
 
-def test_a_line_of_a_file_is_named_without_its_text(tmp_path):
-    (tmp_path / "config.yaml").write_text("env:\n  KEY: secret: 1\n")
-    with pytest.raises(ConfigError, match=r"mapping values are not allowed here \(line 2\)"):
-        LaunchConfig.load(tmp_path / "config.yaml")
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -304,6 +298,7 @@ def test_a_file_written_by_hand(path):
     [
         (b"- a\n- b\n", "holds a list"),
         (b"a: [\n", "cannot be read"),
+        (b"env:\n  KEY: secret: 1\n", "mapping values are not allowed here (line 2)"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"num_proceses: 2\n", "'num_proceses'"),
         (b"1: 2\n", "1"),
@@ -321,6 +316,7 @@ def test_a_file_that_makes_no_sense_is_named(text, said, path):
         LaunchConfig.load(path)
     assert str(path) in str(caught.value)
     assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_accelerates_file(path):

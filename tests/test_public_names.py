@@ -14,7 +14,6 @@ from tests.public import DOORS, PACKAGE, public_names
 NAMES = public_names()
 # What a door gives of Accelerate's, under the name that Accelerate's users import.
 THEIRS = {name for name, module in NAMES.items() if ".compat." in module}
-MISSING = "no_such_name"
 
 
 def test_the_package_offers_exactly_the_listed_names():
@@ -62,11 +61,6 @@ def test_the_version_is_the_installed_one():
     assert own.local == f"notebook.accel.{version('notebook-accel')}"
     assert own.public == version("accelerate"), "the release whose interface the package has"
     assert own >= Version("0.16.0")
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match=MISSING):
-        getattr(notebook_accel, MISSING)
 
 
 def test_help_on_a_run_shows_what_the_documentation_names_alone():

@@ -8,26 +8,21 @@ import pytest
 
 from tests.kernel.notebooks import open_notebook
 from tests.public import PACKAGE
+from tests.test_docs import README as PAGE
+from tests.test_docs import blocks
 
 TREE = PACKAGE.parent
-README = (TREE / "README.md").read_text(encoding="utf-8")
+README = PAGE.read_text(encoding="utf-8")
 # What develops this package, and nobody who uses it needs.
 OUR_OWN = {"dev", "docs"}
 FIGURES = (TREE / "benchmarks" / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language):
-    """The texts of the README's blocks in that language."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
-    assert {name for name, _ in found} <= {"python", "ipython", "sh"}, "a kind that no test runs"
-    return [text for name, text in found if name == language]
 
 
 @pytest.mark.timeout(240)
 def test_python_blocks_run_in_a_new_kernel_and_the_cell_for_colab_installs_the_clone(
     tmp_path, monkeypatch
 ):
-    (cell,) = blocks("ipython")
+    ((*_, cell),) = blocks(PAGE, "ipython")
     clone, install = cell.splitlines()
     folder = clone.split()[-1]
     assert clone.startswith("!git clone <")
@@ -37,7 +32,7 @@ def test_python_blocks_run_in_a_new_kernel_and_the_cell_for_colab_installs_the_c
         monkeypatch.setenv(f"PIP_{name}", "1")
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
     with open_notebook() as notebook:
-        for block in blocks("python"):
+        for *_, block in blocks(PAGE, "python"):
             notebook.run(block)
         right = notebook.run("print((model(images).argmax(1) == labels).float().mean().item())")
         assert float(right) > 0.8

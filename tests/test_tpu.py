@@ -86,18 +86,15 @@ def test_one_that_fits_is_chosen(chips, monkeypatch):
     assert type(engine_for(LaunchConfig(devices="cpu"))) is LocalEngine
 
 
-def test_torch_tpu_needs_no_engine(chips, monkeypatch):
+@pytest.mark.parametrize(
+    ("libraries", "said"),
+    [({"torch_tpu": "0.2.0"}, "leave engine= out"), ({}, r"pip install 'notebook-accel\[tpu\]'")],
+)
+def test_without_torch_xla_there_is_no_engine_of_it(chips, monkeypatch, libraries, said):
     put(chips, V5E)
-    install(monkeypatch, torch="2.13.0", torch_tpu="0.2.0")
+    install(monkeypatch, torch="2.13.0", **libraries)
     assert type(engine_for(LaunchConfig())) is LocalEngine
-    with pytest.raises(LaunchError, match="leave engine= out"):
-        notebook_launcher(print, engine="xla")
-
-
-def test_what_is_missing_is_named(chips, monkeypatch):
-    put(chips, V5E)
-    install(monkeypatch, torch="2.13.0")
-    with pytest.raises(LaunchError, match=r"pip install 'notebook-accel\[tpu\]'"):
+    with pytest.raises(LaunchError, match=said):
         notebook_launcher(print, engine="xla")
 
 

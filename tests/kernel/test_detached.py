@@ -139,16 +139,6 @@ def test_a_launch_that_is_interrupted_leaves_nothing(notebook, tmp_path):
 
 
 @pytest.mark.long
-def test_the_kernel_that_launched_is_an_attached_one(notebook, tmp_path):
-    run_id = launched(notebook, tmp_path)
-    notebook.run(f"again = notebook_accel.attach({run_id!r}, view='none')")
-    (tmp_path / "go").touch()
-    assert notebook.value("run[0][0].value, again[1][0].value") == (40, 41)
-    assert notebook.value("del run, again\nnotebook_accel.last_run()[1][0].value") == 41
-    assert notebook.value("[one.id for one in notebook_accel.runs()]") == [run_id]
-
-
-@pytest.mark.long
 def test_the_command_line_knows_a_detached_run(notebook, tmp_path):
     run_id = launched(notebook, tmp_path)
     os.kill(notebook.pid, signal.SIGKILL)

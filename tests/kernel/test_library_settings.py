@@ -192,23 +192,15 @@ def work(): return config.lr, config.sub, config.names, dict(config), steps, als
     assert "not in the ranks" not in shown
 
 
-def test_a_setter_that_nobody_knows_is_named_once(book):
-    book.run("import textwrap\ntextwrap.enable_mine = lambda: None\ntextwrap.enable_mine()")
-    launch = "_ = notebook_launcher(lambda: None, num_processes=1, view='text')"
+def test_a_setter_that_nobody_knows_and_what_does_not_pickle_are_named_once(book):
+    book.run("import textwrap, threading\ntextwrap.enable_mine = lambda: None")
+    book.run("textwrap.enable_mine()\ntextwrap.lock = threading.Lock()")
+    launch = "run = notebook_launcher(lambda: 5, num_processes=1, view='text')\nprint(run[0])"
     shown = book.run(launch)
-    assert "`textwrap.enable_mine()`" in shown
-    assert "%%everywhere" in shown
-    assert "enable_mine" not in book.run(launch)
-
-
-def test_what_does_not_pickle_is_named_and_stops_nothing(book):
-    book.run("import threading, json\njson.lock = threading.Lock()")
-    shown = book.run(
-        "run = notebook_launcher(lambda: 5, num_processes=1, view='text')\nprint(run[0])"
-    )
-    assert "`json.lock = threading.Lock()`" in shown
+    for words in ("`textwrap.enable_mine()`", "`textwrap.lock = threading.Lock()`", "%%everywhere"):
+        assert words in shown
     assert shown.rstrip().endswith("5")
-    book.run("del json.lock")
+    assert "enable_mine" not in book.run(f"del textwrap.lock\n{launch}")
 
 
 def test_a_cell_for_everywhere_runs_in_the_notebook_and_in_ranks(book):

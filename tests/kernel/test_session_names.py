@@ -23,6 +23,9 @@ def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book):
         lr = 1
         def helper(): return "old"
         def through(): return of_ranks()
+        def of_notebook(): return lr, helper()
+        class OfNotebook(torch.nn.Module):
+            def forward(self): return lr, helper()
     """)
     book.run("""
         %%accelerate
@@ -38,8 +41,17 @@ def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book):
         trainer, mine = Trainer(), "of the session"
         step = functools.partial(trainer.go)
         no_grad = torch.no_grad()(lambda: (lr, helper(), mine))
-        net = torch.nn.Sequential(Net())
+        net = torch.nn.Sequential(Net()).eval()
+        theirs, partial = OfNotebook(), functools.partial(of_notebook)
+        del of_notebook
+        def logged(function): return lambda: function()
+        def wrapped(): return lr, helper()
+        wrapped = logged(wrapped)
+        %time timed = OfNotebook()
     """)
+    # What a cell that fails would have defined changes nothing.
+    failed = "%%accelerate\nraise ValueError\ndef wrapped(): pass\nclass Net: pass"
+    assert "ValueError" in book.fails(failed)
     book.run("lr, mine_too = 2, 0\ndef helper(): return 'new'")
     for call in (
         "of_ranks()",
@@ -50,6 +62,10 @@ def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book):
         "no_grad()[:2]",
         "net[0]()",
         "through()",
+        "theirs()",
+        "partial()",
+        "wrapped()",
+        "timed()",
     ):
         book.run("lr = lr + 1")
         newest = book.run("lr; print(lr)").strip()
@@ -65,32 +81,6 @@ def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book):
     book.run("%%accelerate\ndef reads(one): return one.generator")
     book.run("generator = (i for i in [1])")
     assert book.run("%%accelerate\nreads(type('One', (), {'generator': 5}))") == "ranks 0-1: 5\n"
-
-
-def test_what_is_made_of_definitions_uses_their_names_whoever_made_them(book):
-    book.run("""
-        rate = 0
-        class OfNotebook(torch.nn.Module):
-            def forward(self): return rate
-        def of_notebook(): return rate
-    """)
-    book.run("""
-        %%accelerate
-        class OfSession(torch.nn.Module):
-            def forward(self): return rate
-        def logged(function): return lambda: function()
-        def wrapped(): return rate
-        first, second, third = OfNotebook(), OfSession(), functools.partial(of_notebook)
-        del of_notebook
-        second = second.eval()
-        wrapped = logged(wrapped)
-        %time fourth = OfNotebook()
-    """)
-    failed = "%%accelerate\nraise ValueError\ndef wrapped(): pass\nclass OfSession: pass"
-    assert "ValueError" in book.fails(failed)
-    for number, name in enumerate(("first", "second", "third", "wrapped", "fourth"), 1):
-        book.run(f"rate = {number}")
-        assert book.run(f"%%accelerate\n{name}()") == f"ranks 0-1: {number}\n", name
 
 
 def test_names_that_only_functions_and_texts_have_are_not_pushed(book):

@@ -48,6 +48,9 @@ def test_what_cells_define_comes_back_as_itself(book):
         factor = 3
         scale = lambda value: value * factor
 
+        @torch.compile(backend="eager")
+        def scaled(values): return values * factor
+
         def make(seen):
             def closure(rank):
                 return seen + [rank]
@@ -58,6 +61,7 @@ def test_what_cells_define_comes_back_as_itself(book):
             rank = int(os.environ["RANK"])
             assert isinstance(point, Point)
             net = Net(2, 2)
+            assert scaled(torch.ones(1)) == 3
             return closure(rank), scale(rank), Point(point.x, rank), net, net.says(), Net, scale
 
         run = launch(train, make([7]), Point(5))

@@ -53,11 +53,6 @@ def summaries(kernel):
     return [one["data"].get("text/html", "") for one in kernel.displays.values()]
 
 
-def kinds(reply):
-    """The MIME types of each output that a notebook saves."""
-    return [set(output["data"]) for output in reply.outputs]
-
-
 def test_a_launch_that_fails_does_not_say_for_ever_that_it_starts(kernel):
     run(kernel, "import os; runs_folder = os.environ['NOTEBOOK_ACCEL_RUNS']")
     run(kernel, "os.environ['NOTEBOOK_ACCEL_RUNS'] = '/dev/null/no'")

@@ -221,8 +221,7 @@ def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook, first):
     expect(clone).to_contain_text("pale: trains (lr=0.3", timeout=60_000)
     expect(clone.locator(".na-charts path")).to_have_count(2)
     expect(clone).to_have_count(1)
-    _check_in_windows(notebook, (600,), _CLONE_HAS_ONE_LINE_OF_BUTTONS)
-    _check_in_windows(notebook, (400,), _CLONE_HAS_ONE_LINE_OF_CONTROLS)
+    _check_in_windows(notebook, (600, 400), _CLONE_HAS_ONE_LINE)
     # The summary of the one stands where its panel was, and the other one goes on.
     both = output.get_by_role("button", name="Stop")
     (both.first if first == "original" else both.last).click()
@@ -864,15 +863,12 @@ _HAS_COLUMNS = """() => {
 }"""
 
 
-_CLONE_HAS_ONE_LINE_OF_BUTTONS = """() => {
+# Of its buttons; and on a narrow page, where these have several, of the controls of its charts.
+_CLONE_HAS_ONE_LINE = """(width) => {
   const clone = document.querySelector('.na-below .na-panel');
-  return clone.clientWidth < 560 && clone.querySelector('.na-buttons').clientHeight < 50;
-}"""
-
-_CLONE_HAS_ONE_LINE_OF_CONTROLS = """() => {
-  const clone = document.querySelector('.na-below .na-panel');
-  const bar = clone.querySelector('.na-metrics .na-log-bar');
-  return clone.clientWidth < 300 && bar.clientHeight < 40;
+  const line = clone.querySelector(width > 400 ? '.na-buttons' : '.na-metrics .na-log-bar');
+  const [room, height] = width > 400 ? [560, 50] : [300, 40];
+  return clone.clientWidth < room && line.clientHeight < height;
 }"""
 
 

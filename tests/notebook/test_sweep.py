@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import optuna
 import psutil
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
@@ -114,7 +115,6 @@ def test_stop_ends_what_runs_and_starts_no_more():
 
 
 def test_clones_begin_next_and_in_a_later_kernel_take_no_other_trials_place():
-    optuna = pytest.importorskip("optuna")
     folder, asked = SweepFolder(), dict.fromkeys(("num_trials", "sampler"))
     pruner = optuna.pruners.NopPruner()
     how = dict(space=[{"lr": 1.0}, {"lr": 2.0}], metric="loss", mode="min", pruner=pruner, **asked)
@@ -215,7 +215,6 @@ def test_what_failed_has_no_best_and_a_table_keeps_all_arguments():
 
 
 def test_a_pruner_sees_the_values_of_steps_that_begin_anew():
-    optuna = pytest.importorskip("optuna")
 
     def epochs(lr):
         for epoch in range(2):
@@ -228,7 +227,6 @@ def test_a_pruner_sees_the_values_of_steps_that_begin_anew():
 
 
 def test_optuna_samples_and_is_told_and_its_pruner_stops_trials():
-    optuna = pytest.importorskip("optuna")
     space = {"lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
     sampler = optuna.samplers.RandomSampler(seed=1)
     found = on_cpu(train, space, metric="loss", num_trials=3, sampler=sampler)
@@ -261,7 +259,6 @@ def epoch(lr, seconds=0.02):
 
 
 def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each():
-    optuna = pytest.importorskip("optuna")
     rates = [0.5, 0.1, 0.4, 0.2]
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
     asked = {"metric": "loss", "concurrent": 1, "rounds": 4, "pruner": pruner}
@@ -281,7 +278,6 @@ def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each():
 
 
 def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goes_on():
-    optuna = pytest.importorskip("optuna")
     asked = {"metric": "loss", "concurrent": 1, "rounds": 3}
     pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
     found = on_cpu(epoch, {"lr": [0.1, float("nan")]}, pruner=pruner, **asked)
@@ -350,7 +346,6 @@ def test_a_stop_ends_paused_trials():
 
 
 def test_distributions_need_a_number_and_optuna(monkeypatch):
-    optuna = pytest.importorskip("optuna")
     space = {"lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
     for error, asked in [
         ("num_trials is missing", {"metric": "loss"}),
