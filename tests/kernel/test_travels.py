@@ -49,7 +49,7 @@ def test_what_cells_define_comes_back_as_itself(book):
         scale = lambda value: value * factor
 
         @torch.compile(backend="eager")
-        def scaled(values): return values * factor
+        def compiled(values): return values * factor
 
         def make(seen):
             def closure(rank):
@@ -61,7 +61,7 @@ def test_what_cells_define_comes_back_as_itself(book):
             rank = int(os.environ["RANK"])
             assert isinstance(point, Point)
             net = Net(2, 2)
-            assert scaled(torch.ones(1)) == 3
+            assert compiled(torch.ones(1)) == 3
             return closure(rank), scale(rank), Point(point.x, rank), net, net.says(), Net, scale
 
         run = launch(train, make([7]), Point(5))
