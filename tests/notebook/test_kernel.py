@@ -125,14 +125,8 @@ def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel):
 def test_an_error_keeps_its_traceback_for_the_debugger(kernel):
     run(kernel, "1 / 0")
     run(kernel, "notebook_launcher(fail, num_processes=1)")
-    reply = run(
-        kernel,
-        """
-        import sys
-        print(type(sys.last_value).__name__, sys.last_traceback.tb_next is not None)
-        """,
-    )
-    assert reply.text == "WorkerError True\n"
+    last = "type(sys.last_value).__name__, sys.last_traceback.tb_next is not None"
+    assert run(kernel, f"import sys\nprint({last})").text == "WorkerError True\n"
     # The debugger opens the cell's own frame, and the error says which one knows the ranks'.
     reply = run(
         kernel, "def launch_it():\n    notebook_launcher(fail, num_processes=1)\nlaunch_it()"

@@ -163,9 +163,7 @@ def test_variables_that_are_no_yaml_are_told_how_the_form_has_them(typed):
     assert "NAME: value" in form.note("env")
     form.field("env").value = "N: 1\nIS_ON: true\nGLOB: '*.txt'"
     assert form.picker.config.env == {"N": "1", "IS_ON": "true", "GLOB": "*.txt"}
-
-
-def test_variables_stand_in_the_form_as_they_were_given():
+    # As they were given they stand there.
     form = Form(LaunchConfig(env={"B": "\xe9", "A": "word " * 30 + "1"}))
     assert form.field("env").value == f"B: \xe9\nA: {'word ' * 30}1\n"
 

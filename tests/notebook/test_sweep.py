@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,14 +99,16 @@ def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_stop_ends_what_runs_and_starts_no_more():
-    slow = {"steps": 9999, "seconds": 0.05}
-    found = on_cpu(train, {"lr": [1.0] * 20}, concurrent=2, block=False, kwargs=slow)
+def test_what_runs_counts_for_the_best_and_stop_ends_it_and_starts_no_more():
+    asked = {"metric": "loss", "concurrent": 2, "block": False}
+    found = on_cpu(train, {"lr": [1.0] * 20}, kwargs={"steps": 9999, "seconds": 0.05}, **asked)
     eventually(lambda: len(found) == 2, within=SOON, what="two run")
     with pytest.raises(TimeoutError, match="goes on"):
         found.wait(0.01)
     for run in found:
         eventually(lambda run=run: bool(run.metrics), within=SOON, what="it trains")
+    best = "0 of 20 trials ended, 2 running, best loss 0."
+    eventually(lambda: best in repr(found), within=SOON, what="it goes by what runs, too")
     found.stop()
     assert found.wait(SOON) is found
     assert len(found) == 2
@@ -169,21 +170,6 @@ def test_a_metric_that_no_trial_logs_is_told_with_those_that_they_log():
     with pytest.raises(ConfigError, match="no trial has logged 'los'; they logged loss") as caught:
         on_cpu(train, {"lr": [0.1] * 20}, metric="los", concurrent=1, max_failures=2)
     assert len(caught.value.sweep) == 2, "the other trials would log it neither"
-
-
-def test_while_trials_go_on_the_best_so_far_is_named(tmp_path):
-    def trains(lr, end):
-        Accelerator(cpu=True).log({"loss": lr})
-        while lr < 1.0 and not Path(end).exists():
-            time.sleep(0.01)
-
-    end = tmp_path / "end"
-    how = {"metric": "loss", "concurrent": 2, "block": False}
-    found = on_cpu(trains, {"lr": [1.0, 0.1]}, kwargs={"end": str(end)}, **how)
-    best = "1 of 2 trials ended, 1 running, best loss 0.1 (trial 1)"
-    eventually(lambda: best in repr(found), within=SOON, what="it goes by what runs, too")
-    end.touch()
-    found.wait()
 
 
 def test_a_value_that_is_not_finite_is_never_the_best():

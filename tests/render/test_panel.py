@@ -112,14 +112,6 @@ def test_who_waits_for_whom():
     assert "progress" not in page.tags
 
 
-def test_a_rank_that_is_suspended():
-    state = after(running(2), sample(1, is_suspended=True))
-    held = replace(state.ranks[1], quiet_since=1000.0)
-    page = Tags(render_panel(replace(state, ranks=(state.ranks[0], held))))
-    assert ("class", "na-c-state na-suspended") in page.attributes
-    assert ("title", "SIGSTOP or a debugger holds its process") in page.attributes
-
-
 def test_a_screen_reader_is_told_in_words_that_do_not_change_with_the_clock():
     assert render_alert(running(2)) == ""
     later = replace(hanging(), ended=1050.0)
@@ -135,13 +127,14 @@ def test_a_screen_reader_is_told_in_words_that_do_not_change_with_the_clock():
     assert not [value for name, value in drawn.attributes if name == "role"]
 
 
-def test_a_rank_that_says_nothing_is_quiet():
-    state = running(2)
-    now = state.now()
-    state = replace(state, ranks=(replace(state.ranks[0], quiet_since=now - 12.4), state.ranks[1]))
-    page = Tags(render_panel(state))
+def test_a_rank_that_says_nothing_is_quiet_or_suspended():
+    state = after(running(3), sample(1, is_suspended=True))
+    quiet = [replace(rank, quiet_since=state.now() - 12.4) for rank in state.ranks[:2]]
+    page = Tags(render_panel(replace(state, ranks=(*quiet, state.ranks[2]))))
     assert "quiet 0:12" in page.text
     assert page.text.count("running") == 1
+    assert ("class", "na-c-state na-suspended") in page.attributes
+    assert ("title", "SIGSTOP or a debugger holds its process") in page.attributes
 
 
 def test_nothing_from_a_rank_becomes_markup():

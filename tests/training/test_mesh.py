@@ -83,6 +83,7 @@ def test_the_accelerator_tells_where_a_rank_stands():
     shard, part = divmod(rank, 2)
     assert accelerator.distributed_type == "FSDP"
     assert mesh.mesh_dim_names == ("dp_shard", "tp")
+    assert [mesh[joined].size() for joined in ("dp", "dp_cp", "dp_shard_cp")] == [2, 2, 2]
     assert (accelerator.data_parallel_rank, accelerator.tensor_parallel_rank) == (shard, part)
     assert accelerator.data_parallel_shard_rank == shard
     assert (accelerator.pipeline_parallel_rank, accelerator.context_parallel_rank) == (0, 0)
