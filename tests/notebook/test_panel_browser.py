@@ -209,6 +209,7 @@ def test_a_run_is_cloned_by_mouse_and_both_end_in_one_summary(notebook, first):
     rate = output.get_by_label("rate")
     rate.fill("2", timeout=60_000)
     rate.press("Enter")
+    expect(output.locator(".na-stripes u").first).to_be_attached(timeout=30_000)
     output.get_by_role("button", name="Clone").click()
     form = output.locator(".na-clone")
     form.get_by_label("lr").fill("0.1")
