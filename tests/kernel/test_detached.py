@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from notebook_accel.cli import main, run_commands
 from tests.engines.processes import files_left, gone
 from tests.kernel.notebooks import SLOW, open_notebook
 from tests.waiting import eventually
@@ -189,16 +190,20 @@ def test_errors_say_what_to_do(notebook, tmp_path):
     notebook.run("held.kill()")
 
 
-def test_a_keeper_that_is_stopped_or_has_ended_is_named(notebook, later, tmp_path):
+def test_a_keeper_that_is_stopped_or_has_ended_is_named(
+    notebook, later, tmp_path, monkeypatch, capsys
+):
     run_id = launched(notebook, tmp_path)
     (keeper,) = keepers(notebook)
     keeper.suspend()
+    # Nobody waits for ten seconds here.
+    monkeypatch.setattr(run_commands, "_PATIENCE_SECONDS", 1.0)
+    assert main(["stop", run_id])
+    assert "the keeper of run" in capsys.readouterr().err
+    later.run("from notebook_accel.launch import detached\ndetached._ANSWER_SECONDS = 1.0")
+    assert "gives no answer" in later.fails(f"notebook_accel.attach({run_id!r})")
+    later.run("detached._ANSWER_SECONDS = 10.0")
     stop = [sys.executable, "-m", "notebook_accel", "stop", run_id]
-    with subprocess.Popen(stop, stderr=subprocess.PIPE, text=True) as asked:
-        error = later.fails(f"notebook_accel.attach({run_id!r})", timeout=SLOW)
-        assert "gives no answer" in error
-        _, said = asked.communicate(timeout=SLOW)
-    assert "the keeper of run" in said
     (tmp_path / "runs" / run_id / ".stop").unlink()
     with subprocess.Popen(stop, stdout=subprocess.PIPE, text=True) as asked:
         eventually((tmp_path / "runs" / run_id / ".stop").exists, within=SLOW, what="it is asked")

@@ -475,7 +475,9 @@ SLOW_START = (
     [
         pytest.param("", "optuna.pruners.NopPruner()", id="in a trial"),
         pytest.param("", "None", id="in a trial, without a study", marks=pytest.mark.long),
-        pytest.param("detached.wire.Detach = die", "None", id="its process has no call yet"),
+        pytest.param(
+            "detached.wire.Detach = die", "None", id="no call yet", marks=pytest.mark.long
+        ),
         pytest.param(SLOW_START, "None", id="its ranks have not begun", marks=pytest.mark.long),
         pytest.param(
             "detached.AttachedCall = die", "None", id="its ranks have begun", marks=pytest.mark.long

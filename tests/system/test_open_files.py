@@ -1,7 +1,5 @@
 """The limit of open files of the notebook's own process."""
 
-from notebook_accel.system.limits import check_open_files
-from tests.descriptors import open_descriptors
 from tests.interpreters import run_script
 
 _LEAKY = """
@@ -55,9 +53,3 @@ print("told")
 
 def test_a_kernel_that_has_no_descriptor_left_names_the_limit():
     assert run_script(_LEAKY) == "told\n"
-
-
-def test_the_check_leaves_nothing_open():
-    before = open_descriptors()
-    check_open_files()
-    assert not open_descriptors() - before
