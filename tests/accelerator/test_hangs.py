@@ -29,24 +29,6 @@ def _reads():
     time.sleep(600)
 
 
-def _gathers():
-    accelerator = _begin()
-    if accelerator.is_main_process:
-        accelerator.gather_for_metrics(torch.ones(4, device=accelerator.device))  # alone
-        torch.ones(1, device=accelerator.device).item()
-    time.sleep(600)
-
-
-def _loads():
-    accelerator = _begin()
-    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(64, 3), batch_size=4))
-    if accelerator.is_main_process:
-        dist.all_reduce(torch.ones(5, device=accelerator.device))  # alone
-    for _ in loader:
-        pass
-    time.sleep(600)
-
-
 def _crosses():
     accelerator = _begin()
     total = torch.ones(2, device=accelerator.device)
@@ -95,8 +77,6 @@ def _begin(**options):
 # What each run does, and the line at which rank 0 begins what rank 1 does not.
 CASES = {
     "item": (_reads, (), "# alone"),
-    "gather_for_metrics": (_gathers, (), "# alone"),
-    "the loader's copy": (_loads, (), "# alone"),
     "another order": (_crosses, (), "# crossed"),
     "no send": (_receives, (), "# nobody"),
     "DDP": (_leaves, ("ddp",), "accelerator.backward(loss)|loss.item()"),

@@ -15,7 +15,7 @@ NOBODY = 65534
 @pytest.mark.skipif(os.getuid() != 0, reason="a child that changes its user needs root")
 def test_a_child_that_changed_its_user_is_left_alone_and_the_others_are_ended():
     def act():
-        # It ends with this process, which nobody waits for.
+        # It reads from this process, and so ends with it.
         theirs = subprocess.Popen(["cat"], user=NOBODY, stdin=subprocess.PIPE)
         os.setuid(NOBODY - 1)
         ours = fork()

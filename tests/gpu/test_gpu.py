@@ -16,6 +16,7 @@ from notebook_accel.launch.launcher import Session
 from tests.launches import call
 
 pytestmark = pytest.mark.gpu
+needs_two = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
 
 
 def _num_gpus():
@@ -73,9 +74,8 @@ def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo():
     assert run[0]["losses"] == pytest.approx(run[1]["losses"])
 
 
+@needs_two
 def test_two_ranks_meet_by_the_backend_of_the_device(kind):
-    if _num_gpus() < 2:
-        pytest.skip("needs two GPUs")
     run = notebook_launcher(_train, (2,), num_processes=2, view="none")
     assert torch.distributed.get_default_backend_for_device(kind) in run[0]["backend"]
     assert run[0]["losses"] == run[1]["losses"]
@@ -91,9 +91,8 @@ def _meet(raises):
     return accelerator.process_index, float(accelerator.reduce(one, "sum"))
 
 
+@needs_two
 def test_ranks_of_a_session_survive_one_that_raises_while_others_wait_on_their_gpus():
-    if _num_gpus() < 2:
-        pytest.skip("needs two GPUs")
     session = Session(LaunchRequest(config=LaunchConfig(num_processes=2)))
     try:
         pids = call(session, os.getpid).results
@@ -115,9 +114,8 @@ def _queue_alone():
     return accelerator.process_index
 
 
+@needs_two
 def test_a_run_ends_although_a_rank_has_queued_what_no_other_has():
-    if _num_gpus() < 2:
-        pytest.skip("needs two GPUs")
     run = notebook_launcher(_queue_alone, num_processes=2, timeout=60, view="none")
     assert run.results == [0, 1]
 
