@@ -42,7 +42,9 @@ def test_python_blocks_run_in_a_new_kernel_and_the_cell_for_colab_installs_the_c
 
 def test_each_extra_link_and_benchmark_that_is_named_exists():
     extras = re.findall(r"`([\w-]+)`", README.split("add an extra:")[1].split(". ")[0])
-    assert {*extras} == {*metadata("notebook-accel").get_all("Provides-Extra", [])} - OUR_OWN
+    there = {*metadata("notebook-accel").get_all("Provides-Extra", [])} - OUR_OWN
+    index = (TREE / "docs" / "index.md").read_text(encoding="utf-8")
+    assert {*extras} == {*re.findall(r"^\| `([\w-]+)` \|", index, flags=re.MULTILINE)} == there
     scripts = re.findall(r"`(\w+\.py)[^`]*` \|$", README + FIGURES, flags=re.MULTILINE)
     files = [*re.findall(r"\]\(([\w./-]+)", README), *(f"benchmarks/{name}" for name in scripts)]
     assert {"CONTRIBUTING.md", "benchmarks/panel.py"} <= {*files}
