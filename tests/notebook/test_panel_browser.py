@@ -775,6 +775,9 @@ _FAULTS = """(width) => {
   const faults = panel.scrollWidth > panel.clientWidth ? ['the panel is too wide'] : [];
   const bar = panel.querySelector('.na-log .na-log-bar');
   if (bar.clientHeight > 40) faults.push('the bar above the log has two lines');
+  // Whole lines of 18 px, and 8 px below them: the first one is not cut.
+  const log = panel.querySelector('.na-scroll');
+  if ((log.clientHeight - 8) % 18) faults.push(`the log is ${log.clientHeight} px high`);
   const buttons = panel.querySelector('.na-buttons');
   const places = new Set([...buttons.children].map((one) => one.getBoundingClientRect().left));
   if (panel.clientWidth > 460) {
