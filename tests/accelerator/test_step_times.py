@@ -60,7 +60,7 @@ def test_the_others_wait_on_their_device_for_a_rank_that_waits_for_data():
 def test_a_slow_device_is_named():
     run = notebook_launcher(train, ("device",), num_processes=2, view="none")
     (line,) = step_lines(run.state)
-    assert line.startswith("the others wait ")
+    assert line.startswith("rank 0 waits ")
     assert line.endswith("% of each step for rank 1")
 
 

@@ -64,7 +64,7 @@ def test_the_slow_rank_is_named_with_its_reason(slow):
         assert line.startswith("rank 1 waits ")
         assert line.endswith("% of each step for data")
     else:
-        assert line.startswith("the others wait ")
+        assert line.startswith("rank 0 waits ")
         assert line.endswith(f"% of each step for rank 1's {slow}")
     # Steps of ranks that wait for one another take as long, and the sum of the parts.
     times = [rank.step_times for rank in run.state.ranks]

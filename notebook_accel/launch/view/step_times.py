@@ -112,7 +112,9 @@ def _on_speed(means: dict[int, _Means]) -> str:
             return f"rank {rank} waits {_share(means[rank], reason)} of each step for data"
         if much >= _MUCH:
             what = f"{rank}'s {reason}" if reason else f"{rank}"
-            return f"the others wait {much:.0%} of each step for rank {what}"
+            others = [other for other in means if other != rank]
+            who = "the others wait" if len(others) > 1 else f"rank {others[0]} waits"
+            return f"{who} {much:.0%} of each step for rank {what}"
     usual = _usual(means.values())
     if usual["data_wait"] < _MUCH_DATA * usual["total"]:
         return ""

@@ -63,10 +63,14 @@ def test_of_many_ranks_the_slowest_and_the_median_have_one():
         ),
         (
             [times(forward=30, collectives=30), times(forward=60)],
-            "the others wait 30% of each step for rank 1's forward",
+            "rank 0 waits 30% of each step for rank 1's forward",
+        ),
+        (
+            [*[times(forward=30, collectives=30)] * 2, times(forward=60)],
+            "the others wait 30% of each step for rank 2's forward",
         ),
         # Its device: nothing on its host takes longer.
-        ([times(), times(collectives=30)], "the others wait 30% of each step for rank 0"),
+        ([times(), times(collectives=30)], "rank 1 waits 30% of each step for rank 0"),
         # Where nobody waits for it, longer parts are collectives that nobody measured.
         ([times(), times(forward=60)], ""),
     ],
