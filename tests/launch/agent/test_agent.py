@@ -195,3 +195,16 @@ def test_a_value_that_is_logged_alone_comes_at_once(agent):
     agent.call(logs)
     (metric,) = agent.wait_for(wire.Metrics).metrics
     assert metric.values == {"loss": 1.0}
+
+
+def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent):
+    def logs():
+        for step in range(3):
+            current().metric({"loss": 1.0}, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    agent.launch(1)
+    agent.call(logs)
+    agent.wait_for(wire.RankEnded)
+    metrics = [m for heard in agent.heard if isinstance(heard, wire.Metrics) for m in heard.metrics]
+    assert [metric.step for metric in metrics] == [0, 1, 2]
