@@ -256,30 +256,6 @@ def train(layout: str | None, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train_decoder(accelerator: Accelerator, model: Any, *, padded: bool = True) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model.train(), optimizer)
-    losses, norms = [], []
-    mask = torch.tensor([[int(not padded)] + [1] * 7, [1] * 8])
-    for tokens in torch.randint(32, (4, 2, 8), generator=torch.Generator().manual_seed(1)):
-        targets, batch = tokens.clone(), {"input_ids": tokens, "attention_mask": mask}
-        divided = [tokens, mask, targets]
-        with accelerator.maybe_context_parallel(buffers=divided, buffer_seq_dims=[1, 1, 1]):
-            loss = accelerator.forward_backward(model, batch, targets, loss_of_logits)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-        accelerator.clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    logits = model.eval()(**batch).logits.tolist()
-    weights = weights_of(accelerator, model)
-    return {"losses": losses, "norms": norms, "logits": logits, "weights": weights}
-
-
-def loss_of_logits(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    return loss_of(outputs.logits, targets)
-
-
 def weights_of(accelerator: Accelerator, model: Any) -> dict[str, Any]:
     state = accelerator.get_state_dict(model)
     return {name: value.tolist() for name, value in state.items()}
@@ -289,7 +265,7 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = make(case)
     dtype = DTYPES.get(case.get("precision", "no"))
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=SCALE)
-    inputs, targets = case.get("data") or data(case.get("samples", 16)).tensors
+    inputs, targets = data(case.get("samples", 16)).tensors
     size = case.get("batch", 2) * shares
     end = len(inputs) if shares == 1 else -(-len(inputs) // size) * size  # filled up
     filled = [index % len(inputs) for index in range(end)]
@@ -301,7 +277,7 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
                 optimizer.zero_grad()
                 continue
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
-                outputs = case.get("call", nn.Module.__call__)(model, inputs[batch])
+                outputs = model(inputs[batch])
             loss = loss_of(outputs.float(), targets[batch])
             scaler.scale(loss / window).backward()
             seen["losses"].append(float(loss.detach()))

@@ -20,11 +20,17 @@ def train(
     saves: Callable[[int], bool],
     in_background: bool = False,
     stop: int = 0,
+    dropout: bool = False,
 ) -> dict[str, Any]:
     """Train from where ``folder`` is; return where it began, losses by epoch and batch, saves.
 
     ``saves`` gets the batches of this attempt; it ends after ``stop`` batches (0: at the end).
+    With ``dropout``, each loss draws random numbers.
     """
+
+    def criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss_of(torch.nn.functional.dropout(outputs, training=dropout), targets)
+
     accelerator = accelerator_for(layout, gradient_accumulation_steps=window)
     model, made = make({})
     size = 2 // LAYOUTS[layout][1]  # as many batches under each layout
@@ -38,7 +44,7 @@ def train(
         begin = start.batch if epoch == start.epoch else 0
         for batch, (inputs, targets) in enumerate(loader, begin):
             with accelerator.accumulate(model):
-                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                loss = accelerator.forward_backward(model, inputs, targets, criterion)
                 made.step()
                 schedule.step()
                 made.zero_grad()

@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from notebook_accel import Accelerator, ParallelismConfig
+from notebook_accel import Accelerator
+from notebook_accel.training.collectives import this_rank
 from notebook_accel.training.models import has_parts
+from notebook_accel.training.processes.topology import barrier
 from tests.training import meshes
-from tests.training.harness import run_ranks
-from tests.training.scripts.parts import bert, gpt2, llama
+from tests.training.harness import on_ranks, run_ranks
+from tests.training.parts import bert, gpt2
 
 ROUNDING = 2.0**-8  # of bf16
 
@@ -32,37 +34,43 @@ def names_in_parts(model):
     return {name for name, weight in model.named_parameters() if has_parts([weight])}
 
 
-def fill_empty_blocks():
-    """As each module of an empty model is filled, which weights are in parts."""
+@on_ranks(2)
+def test_no_whole_model_is_put_on_a_device():
+    model = Accelerator(cpu=True, fsdp_plugin=meshes.blocks()).prepare(Immovable())
+    assert names_in_parts(model) == {name for name, _ in model.named_parameters()}
+
+
+def draw(module):
+    torch.manual_seed(1)
+    for weight in module.parameters(recurse=False):
+        nn.init.uniform_(weight)
+    for values in module.buffers(recurse=False):
+        values.fill_(0.25)
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@on_ranks(2)
+def test_weights_that_nobody_has_read_are_filled_where_one_whole_block_has_room(syncs):
     seen = []
 
     def fill(module):
         name = next(name for name, part in model.named_modules() if part is module)
         seen.append((name, names_in_parts(model)))
-        for values in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            nn.init.ones_(values)
+        draw(module)
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=meshes.blocks(param_init_fn=fill))
+    plugin = meshes.blocks(param_init_fn=fill, sync_module_states=syncs)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     with torch.device("meta"):
         model = meshes.Tiny()
-    accelerator.prepare(model)
-    return seen
-
-
-def spread_what_no_device_holds():
-    model = Accelerator(cpu=True, fsdp_plugin=meshes.blocks()).prepare(Immovable())
-    return fill_empty_blocks(), len(names_in_parts(model)), len(dict(model.named_parameters()))
-
-
-def test_a_device_has_to_hold_its_shards_and_one_whole_block():
+    filled = meshes.weights_of(accelerator, accelerator.prepare(model))
+    expected = meshes.Tiny().apply(draw).state_dict()
+    assert filled == {name: value.tolist() for name, value in expected.items()}
     of_block = dict(meshes.Tiny().blocks[0].named_parameters())
     first, second = ({f"blocks.{block}.{name}" for name in of_block} for block in (0, 1))
-    for seen, in_parts, weights in run_ranks(spread_what_no_device_holds, 2):
-        assert in_parts == weights
-        assert {name for name, _ in seen} > {"embed", "blocks.0.up", "blocks.1.up"}
-        for name, parts in seen:
-            known = {"blocks.0": set(), "blocks.1": first}
-            assert parts == known.get(name[: len("blocks.0")], first | second), name
+    assert {name for name, _ in seen} > {"embed", "blocks.0.up", "blocks.1.up"}
+    for name, parts in seen:
+        known = {"blocks.0": set(), "blocks.1": first}
+        assert parts == known.get(name[: len("blocks.0")], first | second), name
 
 
 def rough(dtype=torch.bfloat16, frozen=False):
@@ -132,55 +140,37 @@ CASE = {"accumulate": 2, "clip": 0.05, "whole": True}
 DIVIDED = {**CASE, "divide": divide, "look": dimensions}
 
 
-def divide_and_train_all(layouts):
-    return {mesh: meshes.train(mesh, DIVIDED) for mesh in layouts}
-
-
+@on_ranks(4)
 def test_layers_that_were_divided_before_are_sharded_too():
-    expected = meshes.twin(2, CASE)
     along = {"fsdp x tensor": {"dp_shard", "tp"}, "replicas x tensor": {"dp_replicate", "tp"}}
-    for result in run_ranks(divide_and_train_all, 4, list(along)):
-        for mesh, ours in result.items():
-            assert set(ours["along"]) >= along[mesh]
-            meshes.check_run(ours, expected, CASE)
+    for layout, names in along.items():
+        ours = meshes.train(layout, DIVIDED)
+        assert set(ours["along"]) >= names
+        meshes.check_run(ours, meshes.twin(2, CASE), CASE)
 
 
-def read_on_rank_0(folder):
-    """What Transformers is told, and what every rank has of what rank 0 has read."""
+@on_ranks(2, imports=("transformers.models.bert.modeling_bert",))
+def test_transformers_is_told_that_rank_0_reads_for_all(tmp_path):
     from transformers import BertModel
     from transformers.integrations import is_fsdp_enabled
 
+    whole, tokens = bert().bert, torch.arange(8).view(2, 4)
+    if this_rank() == 0:
+        whole.save_pretrained(tmp_path)
+    barrier()
     before = {name: text for name, text in os.environ.items() if "FSDP" in name}
     accelerator = Accelerator(cpu=True, fsdp_plugin=meshes.plugin(cpu_ram_efficient_loading=True))
-    is_told = is_fsdp_enabled()
-    model = BertModel.from_pretrained(folder)
+    assert is_fsdp_enabled()
+    model = BertModel.from_pretrained(tmp_path)
     if not accelerator.is_main_process:  # what this rank need not have read
         model = model.to("meta")
     model = accelerator.prepare(model)
-    tokens = torch.arange(8).view(2, 4)
-    outputs = model(input_ids=tokens).last_hidden_state.tolist()
-    after = str(Accelerator(cpu=True).distributed_type)
-    return {
-        "told": (is_told, is_fsdp_enabled()),
-        "outputs": outputs,
-        "after": after,
-        "restored": before == {name: text for name, text in os.environ.items() if "FSDP" in name},
-    }
-
-
-def test_transformers_is_told_that_rank_0_reads_for_all(tmp_path):
-    pytest.importorskip("transformers")
-    model = bert().bert
-    model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = model(input_ids=torch.arange(8).view(2, 4)).last_hidden_state
-    imports = ("transformers.models.bert.modeling_bert",)
-    for ours in run_ranks(read_on_rank_0, 2, str(tmp_path), imports=imports):
-        assert ours["told"] == (True, False)
-        torch.testing.assert_close(torch.tensor(ours["outputs"]), expected)
-        # An Accelerator without a plugin is not sharded by what the one before has told.
-        assert ours["after"] == "MULTI_CPU"
-        assert ours["restored"]
+    outputs, expected = (each(input_ids=tokens).last_hidden_state for each in (model, whole))
+    torch.testing.assert_close(outputs, expected)
+    # An Accelerator without a plugin is not sharded by what the one before has told.
+    assert Accelerator(cpu=True).distributed_type == "MULTI_CPU"
+    assert not is_fsdp_enabled()
+    assert before == {name: text for name, text in os.environ.items() if "FSDP" in name}
 
 
 def train_adapters(folder, again):
@@ -239,27 +229,3 @@ def test_adapters_in_a_frozen_model_train_in_parts(tmp_path):
         assert one.keys() == two.keys()
         for name, value in one.items():
             torch.testing.assert_close(two[name], value, atol=1e-5, rtol=0)
-
-
-def train_read_in_parts(folder, tp_size):
-    """A decoder whose layers Transformers has divided as it read them, or a whole one."""
-    import transformers
-    from transformers.distributed import DistributedConfig
-
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=tp_size))
-    asked = {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, **asked)
-    divided = has_parts(model.parameters())
-    return {**meshes.train_decoder(accelerator, model), "divided": divided}
-
-
-def test_a_model_that_transformers_divides_as_it_reads_it_is_taken_as_it_is(tmp_path):
-    pytest.importorskip("transformers")
-    llama().save_pretrained(tmp_path)
-    imports = ("transformers.models.llama.modeling_llama",)
-    (whole,) = run_ranks(train_read_in_parts, 1, str(tmp_path), 1, imports=imports)
-    for ours in run_ranks(train_read_in_parts, 2, str(tmp_path), 2, imports=imports):
-        assert ours["divided"]
-        assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-5)
-        assert ours["norms"] == pytest.approx(whole["norms"], rel=1e-4)
-        meshes.check_weights(ours["weights"], whole["weights"], 1e-4)

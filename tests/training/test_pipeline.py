@@ -8,7 +8,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from safetensors.torch import load_model
 from torch import nn
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
@@ -17,7 +16,6 @@ from notebook_accel.training.models import has_parts, weights_of
 from notebook_accel.training.strategies.pipeline import balance
 from tests.training import meshes
 from tests.training.harness import on_ranks, refusal_of, run_ranks
-from tests.training.scripts.parts import gpt2, llama
 from tests.training.test_matrix import in_groups
 
 
@@ -38,24 +36,6 @@ def test_blocks_and_their_states_are_in_parts():
     whole = dict(model.blocks.named_parameters()).keys() - divided.keys()
     block = 1 + 2 * (accelerator.process_index // 2)
     assert whole == {f"{block}.down.bias", f"{block}.down.weight"}
-
-
-@on_ranks(2)
-def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path):
-    accelerator = meshes.accelerator_for(meshes.THREE)
-    torch.manual_seed(3)
-    plain = meshes.Deep().state_dict()
-    model = accelerator.prepare(meshes.Deep())
-    model.load_state_dict(plain)
-    inner = accelerator.unwrap_model(model)
-    accelerator.save({"model": inner.state_dict(), "epoch": 1}, tmp_path / "weights.pt")
-    accelerator.save_model(model, tmp_path / "model")
-    accelerator.wait_for_everyone()
-    loaded = torch.load(tmp_path / "weights.pt", weights_only=True)["model"]
-    assert all(torch.equal(loaded[name], value) for name, value in plain.items())
-    fresh = meshes.Deep()
-    load_model(fresh, tmp_path / "model" / "model.safetensors")
-    assert torch.equal(fresh.blocks[3].up.weight, plain["blocks.3.up.weight"])
 
 
 @on_ranks(2)
@@ -178,38 +158,6 @@ def test_an_empty_micro_batch_counts_not_at_all():
     )
     assert loss.isfinite()
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
-
-
-def train_transformers(kind, pipeline):
-    model = llama(4) if kind == "Llama" else gpt2(4, 32)
-    return meshes.train_decoder(meshes.accelerator_for(pipeline), model)
-
-
-KINDS, CUTS = ("Llama", "GPT2"), ("1F1B", "Interleaved1F1B")
-
-
-def train_all_transformers(pipelines):
-    return {(kind, cut): train_transformers(kind, cut) for kind in KINDS for cut in pipelines}
-
-
-@pytest.fixture(scope="module")
-def transformers_trained():
-    """What one process gives, and each of two ranks."""
-    pytest.importorskip("transformers")
-    models = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
-    (alone,) = run_ranks(train_all_transformers, 1, (None,), imports=models)
-    return alone, run_ranks(train_all_transformers, 2, CUTS, imports=models)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pipeline", CUTS)
-def test_a_transformers_decoder_is_cut(kind, pipeline, transformers_trained):
-    alone, ranks = transformers_trained
-    expected = alone[kind, None]
-    for result in (rank[kind, pipeline] for rank in ranks):
-        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
-        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
-        meshes.check_weights({"": result["logits"]}, {"": expected["logits"]}, 1e-5)
 
 
 @on_ranks(2)

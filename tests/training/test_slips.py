@@ -12,8 +12,16 @@ from tqdm.auto import tqdm
 
 from notebook_accel import Accelerator
 from tests.training.harness import on_ranks, warnings_about
+from tests.training.parts import update
 
 _DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
+
+
+def prepared(**settings):
+    accelerator = Accelerator(cpu=True, **settings)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    return accelerator, *accelerator.prepare(model, optimizer)
 
 
 class _Stream(IterableDataset[torch.Tensor]):
@@ -87,10 +95,8 @@ def test_a_loader_can_be_read_on_after_a_bad_sample():
 @on_ranks(2)
 def test_a_loader_that_was_not_prepared_is_named_once(kind, is_told):
     torch.manual_seed(1)
-    accelerator = Accelerator(cpu=True)
+    accelerator, model, optimizer = prepared()
     train_loader = _loader(kind, accelerator)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
     with warnings_about("prepared") as told:
         for _ in range(1 if "stream" in kind else 3):
             if kind == "evaluated":
@@ -99,9 +105,7 @@ def test_a_loader_that_was_not_prepared_is_named_once(kind, is_told):
             for batch in tqdm(train_loader, disable=True):
                 inputs = batch[0] if isinstance(batch, list) else batch
                 if kind != "evaluated":
-                    accelerator.backward(model(inputs).sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    update(accelerator, optimizer, model(inputs).sum())
             assert len(list(train_loader)) > 1
     line = (
         "train_loader was not prepared: the ranks train on the same batches, 2 times each. Write "
@@ -118,9 +122,7 @@ class _Lazy(dict):
 
 @on_ranks(2)
 def test_what_is_evaluated_on_all_ranks_says_nothing_of_a_loader_of_its_name():
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator, model, optimizer = prepared()
     lazy, data = _Lazy(), SimpleNamespace(val=DataLoader(_DATA, 2))
     with warnings_about("prepared") as told:
         with torch.no_grad():
@@ -128,25 +130,19 @@ def test_what_is_evaluated_on_all_ranks_says_nothing_of_a_loader_of_its_name():
             assert [model(inputs).shape for (inputs,) in data.val]
         loader = DataLoader(_DATA, 2, sampler=DistributedSampler(_DATA))
         for (inputs,) in loader:
-            accelerator.backward(model(inputs).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            update(accelerator, optimizer, model(inputs).sum())
     assert told == []
 
 
 @pytest.mark.parametrize(("is_in_dictionary", "name"), [(True, "ours['train']"), (False, "loader")])
 @on_ranks(2)
 def test_a_loader_without_a_variable_is_named(is_in_dictionary, name):
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator, model, optimizer = prepared()
     ours = {"train": DataLoader(_DATA, 2), "val": DataLoader(_DATA, 2)}
     with warnings_about("prepared") as told:
         for _ in range(2):
             for (inputs,) in ours["train"] if is_in_dictionary else DataLoader(_DATA, 2):
-                accelerator.backward(model(inputs).sum())
-                optimizer.step()
-                optimizer.zero_grad()
+                update(accelerator, optimizer, model(inputs).sum())
     assert len(told) == accelerator.is_main_process
     assert all(text.startswith(f"{name} was not prepared: ") for text in told)
 
@@ -156,17 +152,12 @@ def test_a_loader_without_a_variable_is_named(is_in_dictionary, name):
 )
 @on_ranks(1)
 def test_a_plain_backward_inside_accumulate_is_named_once(is_plain, num_steps, is_told):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator, model, optimizer = prepared(gradient_accumulation_steps=num_steps)
     with warnings_about("loss.backward()") as told:
         for _ in range(4):
             with accelerator.accumulate(model):
                 loss = model(torch.ones(1, 2)).sum()
-                if is_plain:
-                    loss.backward()
-                else:
-                    accelerator.backward(loss)
+                loss.backward() if is_plain else accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
     assert len(told) == is_told
@@ -179,9 +170,7 @@ def test_a_plain_backward_inside_accumulate_is_named_once(is_plain, num_steps, i
 )
 @on_ranks(2)
 def test_training_without_the_wrapper_is_named_once(way, is_told):
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator, model, optimizer = prepared()
     called = {
         "wrapper": model,
         "forward": model.forward,
@@ -190,9 +179,7 @@ def test_training_without_the_wrapper_is_named_once(way, is_told):
     }[way]
     with warnings_about("without its wrapper") as told:
         for _ in range(2):
-            accelerator.backward(called(torch.ones(1, 2)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            update(accelerator, optimizer, called(torch.ones(1, 2)).sum())
     # Rank 0 warns for the machine.
     assert len(told) == (is_told and accelerator.is_main_process)
     assert all(text.startswith("Linear is trained without its wrapper") for text in told)

@@ -112,18 +112,6 @@ def gpt2(n_layer: int = 1, vocab_size: int = 20) -> nn.Module:
     return model
 
 
-def llama(num_hidden_layers: int = 2) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
-    model: nn.Module = LlamaForCausalLM(
-        LlamaConfig(**sizes, **heads, num_hidden_layers=num_hidden_layers)
-    )
-    return model
-
-
 def fingerprint(model: nn.Module) -> list[float]:
     """Sums that two trainings share if their weights are the same."""
     return [float(weight.detach().double().abs().sum()) for weight in model.parameters()]
