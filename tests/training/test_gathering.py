@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, PartialState
 from notebook_accel.errors import ConfigError
@@ -50,95 +56,66 @@ class OfWorker(Stream):
         return iter(range(worker.id, self.count, worker.num_workers))
 
 
-# What each kind of loader gives, as a table that one start of processes goes through.
-
-CASES = {
-    **{f"n={n} b={b}": lambda n=n, b=b: (prepare(numbers(n, b)), n)
-       for n, b in [(7, 3), (8, 3), (9, 3), (10, 3), (12, 3), (2, 3), (1, 4), (5, 1)]},
-    "workers": lambda: (prepare(numbers(10, num_workers=1)), 10),
-    "split": lambda: (prepare(numbers(10, 6), split_batches=True), 10),
-    "stream": lambda: (prepare(DataLoader(Stream(10), batch_size=3), dispatch_batches=False), 10),
-    "stream, workers": lambda: (
-        prepare(DataLoader(SizedStream(10), batch_size=3, num_workers=1), dispatch_batches=False),
-        10,
-    ),
-    "stream, split": lambda: (
-        prepare(DataLoader(Stream(10), batch_size=6), dispatch_batches=False, split_batches=True),
-        10,
-    ),
-    "dispatched": lambda: (prepare(DataLoader(Stream(10), batch_size=3)), 10),
-    "dispatched, split": lambda: (
-        prepare(numbers(9, 6), dispatch_batches=True, split_batches=True), 9,
-    ),
-    "tiny, dispatched": lambda: (prepare(DataLoader(Stream(1), batch_size=3)), 1),
-    "even_batches=False": lambda: (
-        prepare(numbers(num_ranks() * 6 - 2), even_batches=False), num_ranks() * 6 - 2,
-    ),
-    "stream, even_batches=False": lambda: (
-        prepare(
-            DataLoader(Stream(num_ranks() * 6 - 2), batch_size=3),
-            dispatch_batches=False,
-            even_batches=False,
-        ),
-        num_ranks() * 6 - 2,
-    ),
-    "dispatched, even_batches=False": lambda: (
-        prepare(DataLoader(Stream(num_ranks() * 4 + 1), batch_size=3), even_batches=False),
-        num_ranks() * 4 + 1,
-    ),
-    "dispatched, split, even_batches=False": lambda: (
-        prepare(
-            DataLoader(Stream(num_ranks() * 4 + 1), batch_size=num_ranks() * 2),
-            split_batches=True,
-            even_batches=False,
-        ),
-        num_ranks() * 4 + 1,
-    ),
-}  # fmt: skip
+READ_BY_ALL = {"dispatch_batches": False}
+DISPATCHED = {"dispatch_batches": True}
+SPLIT, UNEVEN = {"split_batches": True}, {"even_batches": False}
 
 
-def uneven_first(size):
-    """A round of batches of different sizes, and one of batches of one size."""
+def of_stream(count, size=3):
+    return DataLoader(Stream(count), batch_size=size)
+
+
+def even_cases(n):
+    """By kind, a loader for ``n`` ranks, how it is prepared, and how many samples it has."""
+    sizes = [(7, 3), (8, 3), (9, 3), (10, 3), (12, 3), (2, 3), (1, 4), (5, 1)]
+    workers = DataLoader(SizedStream(10), batch_size=3, num_workers=1)
+    uneven = of_stream(4 * n + 1, 2 * n)
+    return {
+        **{f"n={count} b={size}": (numbers(count, size), {}, count) for count, size in sizes},
+        "workers": (numbers(10, num_workers=1), {}, 10),
+        "split": (numbers(10, 6), SPLIT, 10),
+        "stream": (of_stream(10), READ_BY_ALL, 10),
+        "stream, workers": (workers, READ_BY_ALL, 10),
+        "stream, split": (of_stream(10, 6), READ_BY_ALL | SPLIT, 10),
+        "dispatched": (of_stream(10), {}, 10),
+        "dispatched, split": (numbers(9, 6), DISPATCHED | SPLIT, 9),
+        "tiny, dispatched": (of_stream(1), {}, 1),
+        "not filled up": (numbers(6 * n - 2), UNEVEN, 6 * n - 2),
+        "stream, not filled up": (of_stream(6 * n - 2), READ_BY_ALL | UNEVEN, 6 * n - 2),
+        "dispatched, not filled up": (of_stream(4 * n + 1), UNEVEN, 4 * n + 1),
+        "dispatched, split, not filled up": (uneven, SPLIT | UNEVEN, 4 * n + 1),
+    }
+
+
+def uneven_cases(n):
+    """Ranks have batches of different sizes at the same step. All have as many batches: a rank
+    without one would gather nothing, and the others wait for it."""
+    # A round of batches of different sizes, and one of batches of one size.
     samples = itertools.count()
-    return [[*itertools.islice(samples, rows)] for rows in [*range(1, size + 1), *[2] * size]]
-
-
-# In these, ranks have batches of different sizes at the same step. All have as many batches: a
-# rank without one would gather nothing, and the others wait for it.
-UNEVEN = {
-    "batches of one's own": lambda: (
-        prepare(DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])), 6,
-    ),
-    "batches of one's own, dispatched": lambda: (
-        prepare(
-            DataLoader(range(100), batch_sampler=uneven_first(num_ranks())), dispatch_batches=True
-        ),
-        num_ranks() * (num_ranks() + 1) // 2 + 2 * num_ranks(),
-    ),
-    "samples, not batches": lambda: (
-        prepare(DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)), 5,
-    ),
-    "divided by workers, each with a last round": lambda: (
-        prepare(DataLoader(OfWorker(10), batch_size=2, num_workers=2), dispatch_batches=False), 10,
-    ),
-    "divides itself": lambda: (
-        prepare(DataLoader(Sharded(num_ranks() * 3 - 1), batch_size=3), dispatch_batches=False),
-        num_ranks() * 3 - 1,
-    ),
-}  # fmt: skip
+    own = [[*itertools.islice(samples, rows)] for rows in [*range(1, n + 1), *[2] * n]]
+    dispatched = DataLoader(range(100), batch_sampler=own)
+    by_workers = DataLoader(OfWorker(10), batch_size=2, num_workers=2)
+    itself = DataLoader(Sharded(n * 3 - 1), batch_size=3)
+    one_by_one = DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)
+    return {
+        "batches of one's own": (DataLoader(range(6), batch_sampler=loading.LISTS), {}, 6),
+        "those, dispatched": (dispatched, DISPATCHED, sum(map(len, own))),
+        "samples, not batches": (one_by_one, {}, 5),
+        "divided by workers, each with a last round": (by_workers, READ_BY_ALL, 10),
+        "divides itself": (itself, READ_BY_ALL, n * 3 - 1),
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @on_ranks("size")
 def test_each_sample_counts_once(size):
-    for name, make in CASES.items():
-        loader, count = make()
+    for name, (raw, settings, count) in even_cases(size).items():
+        loader = prepare(raw, **settings)
         assert seen(loader) == list(range(count)), name
         rows, expected = weighed(loader, count)
         assert rows == expected, name
-    for name, make in UNEVEN.items():
-        loader, count = make()
-        assert sorted(seen(loader)) == list(range(count)), name
+    for name, (raw, settings, count) in uneven_cases(size).items():
+        assert sorted(seen(prepare(raw, **settings))) == list(range(count)), name
 
 
 class Result(dict):
@@ -215,43 +192,30 @@ def test_odd_loops():
         gather_for_metrics([lambda: 0])
 
 
-# Order, agreed on by real ranks.
-
-
-def order(loader):
-    return [value for batch in loader for value in batch.tolist()]
-
-
 def orders():
-    rank = this_rank()
+    """Of shuffled, seedable, weighted loaders, and of one whose generators differ by rank."""
     set_seed(1, device_specific=True)
     default = prepare(numbers(8, 2, shuffle=True))
     seedable = prepare(numbers(8, 2, shuffle=True), use_seedable_sampler=True)
-    own = numbers(8, 2, shuffle=True, generator=torch.Generator().manual_seed(100 + rank))
-    batches = BatchSampler(
-        torch.utils.data.WeightedRandomSampler([1.0] * 8, 8, replacement=False), 2, drop_last=False
-    )
-    results = {
-        "default": [order(default), order(default)],
-        "seedable": [order(seedable), order(seedable)],
-        "weighted": [order(prepare(DataLoader(range(8), batch_sampler=batches)))],
-        "generators of one's own": [order(prepare(own, use_seedable_sampler=True))],
-    }
-    if rank:
+    sampler = WeightedRandomSampler([1.0] * 8, 8, replacement=False)
+    weighted = prepare(DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False)))
+    own = numbers(8, 2, shuffle=True, generator=torch.Generator().manual_seed(this_rank()))
+    loaders = [default, default, seedable, seedable, weighted]
+    loaders += [prepare(own, use_seedable_sampler=True)]
+    found = [[*itertools.chain(*lists(loader))] for loader in loaders]
+    if this_rank():
         torch.rand(())  # ranks that drew differently still agree
-    results["after"] = [order(prepare(numbers(8, 2, shuffle=True)))]
-    return results
+    return [*found, [*itertools.chain(*lists(prepare(numbers(8, 2, shuffle=True))))]]
 
 
 @on_ranks(2)
 def test_ranks_agree_on_the_order():
     found = orders()
     assert orders() == found, "two trainings with one seed differ"
-    for name, epochs in found.items():
-        for mine in epochs:
-            assert sorted(gather_object(mine)) == list(range(8)), name
-    assert found["default"][0] != found["default"][1]
-    assert found["seedable"][0] != found["seedable"][1]
+    for mine in found:
+        assert sorted(gather_object(mine)) == list(range(8))
+    assert found[0] != found[1]
+    assert found[2] != found[3]
 
 
 # Loaders that rank 0 reads.

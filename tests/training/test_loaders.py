@@ -25,7 +25,6 @@ from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import Accumulation, GradientState
 from notebook_accel.training.stepping.active_loaders import active_loaders
 from tests.training.loading import (
-    Doubled,
     SizedStream,
     Stream,
     lists,
@@ -33,6 +32,7 @@ from tests.training.loading import (
     numbers,
     prepare,
 )
+from tests.training.single import be
 
 # Order.
 
@@ -207,19 +207,6 @@ def test_the_inner_loop_answers_while_it_runs():
     assert seen == [False, False, True, True]
 
 
-def _raise_within(loader):
-    for batch in loader:
-        raise KeyError(batch)
-
-
-def test_an_inner_loop_that_raises_is_forgotten():
-    outer, inner = prepare(numbers(6)), prepare(numbers(3))
-    for _ in outer:
-        with pytest.raises(KeyError):
-            _raise_within(inner)
-        assert active_loaders().position.loader is outer
-
-
 def test_samples_of_a_short_last_batch_are_counted_as_they_are():
     for loader in (numbers(10, 4), numbers(12, 4), numbers(10, 4, drop_last=True)):
         prepared = prepare(loader)
@@ -231,32 +218,6 @@ def test_samples_of_a_short_last_batch_are_counted_as_they_are():
             skipping = skip_first_batches(loader, skipped)
             assert sum(map(len, skipping)) == rest
             assert skipping.progress() == (1, 0, 10)
-
-
-def test_iterators_that_are_kept_do_not_answer_for_others():
-    train, other = prepare(numbers(6)), prepare(numbers(3))
-    left = iter(other)
-    next(left)  # its last batch, and it is still referenced
-    assert active_loaders().position.end_of_dataloader
-    assert trace(train) == [(False, 0), (True, 0)]
-    next(iter(other))
-    left.close()
-    assert not active_loaders().stack
-
-
-def test_a_dataset_that_raises_ends_the_pass():
-    class Broken:
-        def __len__(self):
-            return 6
-
-        def __getitem__(self, index):
-            if index == 5:
-                raise OSError("unreadable")
-            return index
-
-    with pytest.raises(OSError, match="unreadable"):
-        list(prepare(DataLoader(Broken(), batch_size=2)))
-    assert not active_loaders().stack
 
 
 class Counting(ranks.RankContext):
@@ -275,38 +236,30 @@ class Counting(ranks.RankContext):
         self.numbers.append(number)
 
 
-def test_batches_are_counted_and_a_stop_leaves_the_loop():
-    before = ranks.current()
-    counting = Counting(stop_at=6)
-    ranks.enter(counting)
-    try:
-        sized, unsized = prepare(numbers(12)), prepare(DataLoader(Stream(3), batch_size=3))
-        list(sized), list(unsized)
-        assert counting.counts == [4, 4, 4, 4, None]
-        assert counting.numbers == [1, 2, 3, 4, 1]
-        given = []
-        with pytest.raises(RunStopped):
-            given.extend(sized)
-        assert lists(given) == [[0, 1, 2]]
-        assert len(counting.counts) == 6
-        assert not active_loaders(counting).stack
-    finally:
-        ranks.enter(before)
+def test_batches_are_counted_and_a_stop_leaves_the_loop(monkeypatch):
+    be(counting := Counting(stop_at=6), monkeypatch)
+    sized, unsized = prepare(numbers(12)), prepare(DataLoader(Stream(3), batch_size=3))
+    list(sized), list(unsized)
+    assert counting.counts == [4, 4, 4, 4, None]
+    assert counting.numbers == [1, 2, 3, 4, 1]
+    given = []
+    with pytest.raises(RunStopped):
+        given.extend(sized)
+    assert lists(given) == [[0, 1, 2]]
+    assert len(counting.counts) == 6
+    assert not active_loaders(counting).stack
 
 
 @pytest.mark.parametrize("num_given", [0, 3, 4])
-def test_a_stop_keeps_the_place_for_a_checkpoint(num_given):
-    before = ranks.current()
-    ranks.enter(Counting(stop_at=num_given))
-    try:
+def test_a_stop_keeps_the_place_for_a_checkpoint(num_given, monkeypatch):
+    with monkeypatch.context() as patch:
+        be(Counting(stop_at=num_given), patch)
         loader = prepare(numbers(10, 2))
         given = []
         with pytest.raises(RunStopped):
             given.extend(loader)
         state = loader.state_dict()
         assert not loader.is_iterated
-    finally:
-        ranks.enter(before)
     assert len(given) == num_given
     assert (state["iteration"], state["given"]) == (0, num_given)
     resumed = prepare(numbers(10, 2))
@@ -317,17 +270,13 @@ def test_a_stop_keeps_the_place_for_a_checkpoint(num_given):
 
 
 @pytest.mark.parametrize(("trains", "inner_given"), [(False, 1), (True, 0)])
-def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(trains, inner_given):
-    before = ranks.current()
-    ranks.enter(Counting(stop_at=2))
-    try:
-        outer, inner = prepare(numbers(6, 2)), prepare(numbers(6, 2))
-        with pytest.raises(RunStopped):
-            _evaluate_at_each_step(outer, inner, trains)
-        assert not outer.is_iterated
-        states = [loader.state_dict() for loader in (outer, inner)]
-    finally:
-        ranks.enter(before)
+def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(trains, inner_given, monkeypatch):
+    be(Counting(stop_at=2), monkeypatch)
+    outer, inner = prepare(numbers(6, 2)), prepare(numbers(6, 2))
+    with pytest.raises(RunStopped):
+        _evaluate_at_each_step(outer, inner, trains)
+    assert not outer.is_iterated
+    states = [loader.state_dict() for loader in (outer, inner)]
     given = [(state["iteration"], state["given"]) for state in states]
     assert given == [(0, 1), (0, inner_given)], "an evaluation begins anew"
 
@@ -377,14 +326,6 @@ def test_a_stream_without_its_first_batches_is_prepared_before():
     raw = skip_first_batches(DataLoader(SizedStream(12), batch_size=2), 3)
     with pytest.raises(ConfigError, match="without its first 3 batches: prepare the loader first"):
         prepare(raw)
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-def test_a_users_own_loader_without_its_first_batches(stateful):
-    raw = Doubled(SizedStream(8), batch_size=2)
-    assert lists(skip_first_batches(raw, 2)) == [[8, 10], [12, 14]]
-    prepared = prepare(raw, use_stateful_dataloader=stateful)
-    assert lists(skip_first_batches(prepared, 2)) == [[8, 10], [12, 14]]
 
 
 def test_skipping_batches_of_a_loader_not_prepared():

@@ -8,55 +8,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
+from notebook_accel import Accelerator, DataLoaderConfiguration
 from notebook_accel.training.processes.random_numbers import set_seed
 from tests.training.harness import on_ranks
 
-EPOCHS = 3
-
-
-def setup(seed, **loading):
-    torch.manual_seed(seed)
-    config = DataLoaderConfiguration(**loading)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loader = DataLoader(range(20), batch_size=2, shuffle=True)
-    _, loader = accelerator.prepare(nn.Linear(1, 1), loader)
-    return accelerator, loader
-
-
-def train(accelerator, loader, folder, save_at, done=0):
-    """Batches of all epochs from step ``done`` on, as scripts write it."""
-    seen, step = [], done
-    for _ in range(done // len(loader), EPOCHS):
-        for batch in loader:
-            seen.append(batch.tolist())
-            step += 1
-            if step == save_at:
-                accelerator.save_state(folder)
-    return seen
-
-
-@pytest.mark.parametrize("seedable", [False, True])
-@pytest.mark.parametrize("save_at", [3, 10, 11, 19, 20])
-def test_a_resumed_training_goes_on_with_the_next_batch(save_at, seedable, tmp_path):
-    whole = train(*setup(1, use_seedable_sampler=seedable), tmp_path / "state", save_at)
-    # It forgot its seed; everything comes from the checkpoint.
-    accelerator, loader = setup(2, use_seedable_sampler=seedable)
-    accelerator.load_state(tmp_path / "state")
-    assert train(accelerator, loader, tmp_path, None, save_at) == whole[save_at:]
-
-
-def test_a_script_that_skips_by_itself_gets_the_same(tmp_path):
-    whole = train(*setup(1), tmp_path / "state", 13)
-    accelerator, loader = setup(2)
-    accelerator.load_state(tmp_path / "state")
-    rest = [batch.tolist() for batch in skip_first_batches(loader, 3)]
-    rest += [batch.tolist() for batch in loader]
-    assert rest == whole[13:]
-
 
 def test_a_loop_that_is_under_way_is_left_alone(tmp_path):
-    accelerator, loader = setup(1)
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(range(20), batch_size=2, shuffle=True)
+    _, loader = accelerator.prepare(nn.Linear(1, 1), loader)
     for index, _ in enumerate(loader):
         if index == 2:
             accelerator.save_state(tmp_path / "good")
@@ -99,6 +59,7 @@ class OwnOrder(Sampler[int]):
 # Dataset, loader, DataLoaderConfiguration.
 AUGMENTED = {
     "map": (Augmented, {"shuffle": True}, {}),
+    "seedable": (Augmented, {"shuffle": True}, {"use_seedable_sampler": True}),
     "own order": (Augmented, {"sampler": OwnOrder()}, {}),
     "workers": (Augmented, {"shuffle": True, "num_workers": 2}, {}),
     "workers that stay": (
@@ -110,7 +71,9 @@ AUGMENTED = {
     "stream, workers": (AugmentedStream, {"num_workers": 2}, {"dispatch_batches": False}),
     "stateful": (Augmented, {}, {"use_stateful_dataloader": True}),
 }
-IN_THE_SECOND_EPOCH = ("own order", "workers that stay")
+# After which batches each is saved: of the first and second epoch of six, and at their ends.
+SAVES = dict.fromkeys(AUGMENTED, (3,)) | dict.fromkeys(("map", "seedable"), (3, 5, 6, 7, 12))
+SAVES |= dict.fromkeys(("own order", "workers that stay"), (8,))
 OF_TWO_RANKS = {
     **{name: AUGMENTED[name] for name in ("map", "workers", "stream")},
     "map, dispatched": (Augmented, {"shuffle": True}, {"dispatch_batches": True}),
@@ -144,11 +107,12 @@ def learn(case, folder, save_at):
     return losses
 
 
-@pytest.mark.parametrize("name", AUGMENTED)
-def test_losses_are_those_of_a_run_that_was_never_stopped(name, tmp_path):
-    case, save_at = AUGMENTED[name], 8 if name in IN_THE_SECOND_EPOCH else 3
-    whole = learn(case, tmp_path / "run", save_at)
-    assert learn(case, tmp_path / "run", None) == whole[save_at:]
+@pytest.mark.parametrize(
+    ("name", "save_at"), [(name, number) for name, numbers in SAVES.items() for number in numbers]
+)
+def test_losses_are_those_of_a_run_that_was_never_stopped(name, save_at, tmp_path):
+    whole = learn(AUGMENTED[name], tmp_path / "run", save_at)
+    assert learn(AUGMENTED[name], tmp_path / "run", None) == whole[save_at:]
 
 
 @pytest.mark.parametrize("name", OF_TWO_RANKS)

@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
 from notebook_accel import utils
-from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from tests.training.single import forget_states
 
@@ -28,22 +27,6 @@ def test_texts_are_asked_for_as_in_accelerate(name):
         assert (text in ours) == (text in theirs), text
     assert all(member in ours for member in ours)
     assert 3 not in ours
-
-
-def test_a_function_is_applied_to_the_leaves_that_are_asked_for():
-    def add(value, more, *, factor):
-        return (value + more) * factor
-
-    data = {"a": [1, "text"], "b": ((2,), [])}
-    for apply in (utils.recursively_apply, peer.recursively_apply):
-
-        def is_number(value):
-            return isinstance(value, int)
-
-        found = apply(add, data, 1, test_type=is_number, factor=10)
-        assert found == {"a": [20, "text"], "b": ((30,), [])}
-        with pytest.raises(TypeError, match="add"):
-            apply(add, data, 1, test_type=is_number, error_on_other_type=True, factor=10)
 
 
 def test_what_deepspeed_needs():
@@ -116,18 +99,3 @@ def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there():
     assert {"GradientAccumulationPlugin", "DataLoaderConfiguration"} <= wanted
     assert {name for name in wanted if not hasattr(ours, name)} == set()
     assert ours.DistributedType is notebook_accel.DistributedType
-
-
-def test_tied_weights_are_found_and_tied_again():
-    model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False))
-    model[1].weight = model[0].weight
-    ties = tied_names(model)
-    assert ties == [["0.weight", "1.weight"]]
-    for part in model:
-        part.weight = torch.nn.Parameter(part.weight.to("meta"))
-    retie_parameters(model, ties)
-    assert model[0].weight is not model[1].weight
-    model[1].weight = torch.nn.Parameter(torch.ones(3, 2))
-    retie_parameters(model, ties)
-    assert model[0].weight is model[1].weight
-    assert model[0].weight.device.type == "cpu"
