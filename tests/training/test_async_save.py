@@ -5,23 +5,13 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from notebook_accel import (
-    Accelerator,
-    NotebookAccelError,
-    ProjectConfiguration,
-    WorkerError,
-    notebook_launcher,
-)
+from notebook_accel import Accelerator, NotebookAccelError, WorkerError, notebook_launcher
 from notebook_accel.training import files
-from notebook_accel.training.processes.topology import barrier
-from tests.training import resuming
-from tests.training.harness import on_ranks
 from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
 from tests.waiting import eventually
 
@@ -57,23 +47,6 @@ def test_what_is_written_is_what_was_there_at_the_call(held_back, tmp_path):
     resumed[0].load_state(folder)
     assert state_of(*resumed) == expected
     assert resumed[1].head.weight is resumed[1].embed.weight
-
-
-def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path):
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    parts = setup(project)
-    names = []
-    for number in range(4):
-        step(*parts)
-        names.append(Path(parts[0].save_state(async_save=True)).name)
-        there = sorted(os.listdir(tmp_path / "checkpoints"))
-        whole = [name for name in there if not name.startswith(".")]
-        assert whole[-2:] in (
-            [f"checkpoint_{n}" for n in range(number + back)][-2:] for back in (0, 1)
-        )
-    parts[0].end_training()
-    assert names == [f"checkpoint_{number}" for number in range(4)]
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == names[-2:]
 
 
 class Unsafe(Counter):
@@ -153,29 +126,3 @@ def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path):
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["a"]
     notebook_launcher(train, (str(tmp_path / "b"), False), num_processes=2, view="none")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("mesh", [None, "fsdp, blocks", "tensor", "1F1B"])
-@on_ranks(2, timeout=120)
-def test_ranks_write_while_they_train(mesh, tmp_path):
-    def losses_of(name, in_background, stop):
-        return resuming.train(
-            tmp_path / name,
-            mesh,
-            samples=8,
-            saves=lambda number: in_background or number <= 3,
-            in_background=in_background,
-            stop=stop,
-        )["losses"]
-
-    whole = losses_of("whole", False, 99)
-    before, after = (losses_of("parts", True, stop) for stop in (3, 99))
-    assert {**before, **after} == whole
-    assert len(after) == 8 - 2, "the window that was open is read again"
-    barrier()
-    written, expected = (
-        sorted(path.relative_to(folder) for path in folder.rglob("*"))
-        for folder in (tmp_path / name / "checkpoint_2" for name in ("parts", "whole"))
-    )
-    assert written == expected

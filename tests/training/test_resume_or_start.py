@@ -135,14 +135,13 @@ def test_another_model_is_an_error_and_no_new_beginning(tmp_path):
         other.resume_or_start(tmp_path)
 
 
-def saves(folder, where, *, first=0.0, **settings):
+def saves(where, **settings):
     """Save checkpoints whose one weight counts up."""
     accelerator = Accelerator(cpu=True, **settings)
     model = accelerator.prepare(nn.Linear(1, 1))
     for number, one in enumerate(where):
-        nn.init.constant_(model.weight, first + number)
+        nn.init.constant_(model.weight, number)
         accelerator.save_state(one)
-    return accelerator
 
 
 def loaded(folder, **settings):
@@ -161,7 +160,7 @@ def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path):
         return {"project_config": configuration}
 
     a = tmp_path / "a"
-    saves(a, [a / "z", a / "best", a / "m"])
+    saves([a / "z", a / "best", a / "m"])
     for safe in (True, False):  # weights alone, newer than the checkpoints
         Accelerator(cpu=True).save_model(nn.Linear(1, 1), a / f"{safe}", safe_serialization=safe)
     with warnings_about("passes over") as lines:
@@ -170,7 +169,7 @@ def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path):
     assert found == (2.0, str(a / "m"), "checkpoint_0")
 
     b = tmp_path / "b"
-    saves(b, [None] * 3, **project("b"))
+    saves([None] * 3, **project("b"))
     kept = str(b / "checkpoints/checkpoint_2")
     assert loaded(b, **project("b")) == (2.0, kept, "checkpoints/checkpoint_3")
     assert sorted(os.listdir(b / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
@@ -180,11 +179,11 @@ def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path):
     assert loaded(tmp_path / "new", **project("new"))[1:] == (None, "checkpoints/checkpoint_0")
 
     c = tmp_path / "c"
-    saves(c, [c, c])
+    saves([c, c])
     assert loaded(c)[:2] == (1.0, str(c))
     # Numbers count, whatever the clock said.
     d = tmp_path / "d"
-    saves(d, [d / "checkpoint_9", d / "checkpoint_10"])
+    saves([d / "checkpoint_9", d / "checkpoint_10"])
     path = d / "checkpoint_10" / "random_states_0.pkl"
     states = torch.load(path)
     states["training"]["written"] = 5.0
