@@ -31,6 +31,7 @@ from notebook_accel import (
 from notebook_accel.training.collectives import gather_object
 from tests.training.harness import on_ranks, warnings_about
 from tests.training.loading import SizedStream
+from tests.training.meshes import Tiny
 from tests.training.single import Told, be
 
 
@@ -150,12 +151,6 @@ def test_prepare_takes_any_order_and_gives_it_back():
     assert all(one is other for one, other in zip(again, ready, strict=True))
     assert accelerator.prepare(optimizer) is ready[3], "also what it was made of"
     assert accelerator.prepare_scheduler(schedule) is ready[0]
-
-
-def test_the_first_batches_are_skipped():
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
-    assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [[2, 3], [4]]
 
 
 def test_optimizer_states_made_before_stay():
@@ -345,40 +340,30 @@ def test_a_profile_of_each_rank_shows_a_table(tmp_path):
 # ---- many ranks
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 3, bias=False)
-        self.b = nn.Linear(3, 3, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, inputs):
-        return self.b(self.a(inputs))
-
-
 @on_ranks(2)
 def test_models_of_several_ranks():
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook="fp16")
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
     me = accelerator.process_index
     torch.manual_seed(me)
-    inner = Tied()
+    inner = Tiny()
     model = accelerator.prepare(inner)
     assert type(model) is DistributedDataParallel
     assert accelerator.unwrap_model(model) is inner
-    assert inner.b.weight is inner.a.weight
+    assert inner.head.weight is inner.embed.weight
     assert model.gradient_as_bucket_view
     assert accelerator.prepare(model) is accelerator.prepare(inner) is model
-    start = inner.a.weight.tolist()
+    start = inner.embed.weight.tolist()
     assert gather_object([start]) == [start, start]
     frozen = nn.Linear(2, 2).requires_grad_(False)
     assert type(accelerator.prepare(frozen)) is nn.Linear
     teacher = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
     assert type(teacher) is nn.Linear
     assert type(accelerator.prepare(teacher)) is DistributedDataParallel
-    assert sorted(accelerator.get_state_dict(model)) == ["a.weight", "b.weight"]
+    names = list(Tiny().state_dict())
+    assert list(accelerator.get_state_dict(model)) == names
     wrapped = accelerator.get_state_dict(model, unwrap=False)
-    assert sorted(wrapped) == ["module.a.weight", "module.b.weight"]
+    assert list(wrapped) == [f"module.{name}" for name in names]
     other = DistributedDataParallel(nn.Linear(1, 1))
     assert accelerator.prepare(other) is other
     assert OwnParts(cpu=True).prepare(nn.Linear(1, 1)).find_unused_parameters

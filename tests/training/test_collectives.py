@@ -32,8 +32,7 @@ from notebook_accel.training.collectives.nested import (
     send_to_device,
 )
 from notebook_accel.training.data.gathering import gather_for_metrics
-from notebook_accel.training.processes import topology
-from tests.training.harness import RankError, on_ranks, run_ranks
+from tests.training.harness import on_ranks
 from tests.training.loading import prepare
 from tests.training.single import forget_states
 
@@ -182,17 +181,6 @@ def test_without_it_the_error_names_the_mode():
     assert caught.value.ranks == [0, 1]
 
 
-def raises_on_one_rank():
-    if collectives.this_rank() == 1:
-        raise OSError("this one")
-    topology.barrier()
-
-
-def test_the_harness_tells_of_a_failed_rank():
-    with pytest.raises(RankError, match=r"(?s)rank 0: .*rank 1: .*OSError: this one"):
-        run_ranks(raises_on_one_rank, 2)
-
-
 @pytest.mark.parametrize(
     ("backends", "device", "expected"),
     [
@@ -211,21 +199,6 @@ def test_tensors_travel_where_the_backend_carries_them(backends, device, expecte
 
 
 # In a world of one.
-
-
-def test_alone():
-    tensor = torch.tensor([1.0, 2.0])
-    assert gather(tensor) is tensor
-    assert gather(torch.tensor(3.0)).shape == (1,)
-    assert gather_object("word") == ["word"]
-    assert gather_object(["a", "b"]) == ["a", "b"]
-    assert broadcast(tensor) is tensor
-    assert broadcast_object_list([1]) == [1]
-    assert reduce(torch.tensor([1, 2]), "mean").dtype == torch.float32
-    assert reduce(tensor, "sum") is not tensor
-    assert pad_across_processes(tensor) is tensor
-    assert gather_ragged([tensor])[0] is tensor
-    assert collectives.num_ranks() == 1
 
 
 @pytest.mark.parametrize("function", [gather, broadcast, reduce, pad_across_processes])

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import accelerate
@@ -53,31 +52,6 @@ def test_the_debug_launcher_runs_on_the_cpu(monkeypatch):
         assert list(run) == [f"rank {rank} of {number} on cpu, no" for rank in range(number)]
 
 
-def trains(*, sharded):
-    plugin = notebook_accel.FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
-    accelerator = notebook_accel.Accelerator(fsdp_plugin=plugin)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.full((1, 2), 1.0 + accelerator.process_index)).pow(2).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.gather(loss.detach()[None]).mean()))
-    return losses
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_debug_mode_trains(sharded):
-    """Torch's own debug mode does not: DDP over gloo ends by SIGSEGV there."""
-    run = notebook_accel.launchers.debug_launcher(partial(trains, sharded=sharded))
-    first, *_, last = run[0]
-    assert last < first
-    assert run[0] == run[1]
-
-
 def test_a_loader_is_prepared_by_accelerates_arguments():
     from notebook_accel.data_loader import prepare_data_loader
 
@@ -92,23 +66,6 @@ def test_a_loader_is_prepared_by_accelerates_arguments():
     for index in (4, 5):  # they hold one model together, as the third of four
         part = prepare_data_loader(loader, process_index=index, torch_device_mesh=mesh)
         assert [batch.tolist() for batch in part] == [[4, 5]]
-
-
-def test_loaders_of_one_length_have_orders_of_their_own():
-    from notebook_accel.data_loader import DataLoaderShard, prepare_data_loader
-
-    def orders(seed):
-        torch.manual_seed(seed)
-        data = range(20)
-        plain = [torch.utils.data.DataLoader(data, shuffle=True) for _ in range(2)]
-        loaders = [prepare_data_loader(loader) for loader in plain]
-        loaders += [DataLoaderShard(data, shuffle=True) for _ in range(2)]
-        return [[int(batch) for batch in loader] for loader in loaders]
-
-    first = orders(1)
-    assert len(set(map(tuple, first))) == 4
-    assert orders(1) == first
-    assert orders(2) != first
 
 
 def logger_of(name, index, monkeypatch):

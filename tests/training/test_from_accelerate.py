@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import notebook_accel
-from notebook_accel import Accelerator, hooks, notebook_launcher, tracking, utils
+from notebook_accel import Accelerator, notebook_launcher, tracking, utils
 from tests.interpreters import run_script
 from tests.public import DOORS
 
@@ -77,15 +77,6 @@ else:
 @pytest.mark.parametrize("script", [NOT_INSTALLED + WITHOUT, REPLACED], ids=["absent", "replaced"])
 def test_doors_open_without_accelerate_and_past_an_alias(script, tmp_path):
     run_script(script, folder=tmp_path)
-
-
-def test_doors_give_accelerates_own_objects_and_nothing_beyond():
-    assert notebook_accel.init_empty_weights is accelerate.init_empty_weights
-    assert hooks.AlignDevicesHook is accelerate.hooks.AlignDevicesHook
-    assert hooks.PartialState is notebook_accel.PartialState
-    assert utils.is_wandb_available is accelerate.utils.is_wandb_available
-    for module in (notebook_accel, utils, hooks):
-        assert not hasattr(module, "no_such_name")
 
 
 class Written(accelerate.tracking.GeneralTracker):

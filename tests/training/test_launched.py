@@ -6,19 +6,11 @@ import sys
 import warnings
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from notebook_accel import (
-    Accelerator,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    find_run,
-    notebook_launcher,
-    set_seed,
-)
+from notebook_accel import Accelerator, ParallelismConfig, find_run, notebook_launcher, set_seed
 from notebook_accel.launch.view.progress import progress_text
 from notebook_accel.launch.view.summary import summary_lines
 from notebook_accel.render.snapshot import render_snapshot
@@ -112,26 +104,6 @@ def test_the_summary_says_on_what_it_was_trained_and_how_the_best_value_and_warn
     assert summary_lines(alone.state, now=0.0)[1].startswith("1 x CPU, bf16, best loss ")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, "float32, FSDP2"),
-        (
-            {"parallelism_config": ParallelismConfig(tp_size=2, tp_plan={"0": "colwise"})},
-            "float32, TP 2",
-        ),
-    ],
-    ids=["FSDP2", "TP"],
-)
-def test_how_a_model_is_spread_is_said(settings, words):
-    def prepares():
-        accelerator = Accelerator(cpu=True, **settings)
-        accelerator.prepare(nn.Sequential(nn.Linear(4, 4)))
-
-    run = notebook_launcher(prepares, num_processes=2, view="none")
-    assert summary_lines(run.state, now=0.0)[1] == f"2 x CPU, {words}"
-
-
 def forget_to_prepare():
     accelerator = Accelerator()
     model = nn.Linear(3, 1)
@@ -201,4 +173,16 @@ def train_by_config():
 
 
 def test_seed_accumulation_and_fsdp_come_from_the_config():
-    assert list(notebook_launcher(train_by_config, config=CONFIG, view="none")) == ["FSDP"] * 2
+    run = notebook_launcher(train_by_config, config=CONFIG, view="none")
+    assert list(run) == ["FSDP"] * 2
+    assert summary_lines(run.state, now=0.0)[1] == "2 x CPU, float32, FSDP2"
+
+
+def test_how_layers_are_divided_is_said():
+    config = ParallelismConfig(tp_size=2, tp_plan={"0": "colwise"})
+
+    def prepares():
+        Accelerator(cpu=True, parallelism_config=config).prepare(nn.Sequential(nn.Linear(4, 4)))
+
+    run = notebook_launcher(prepares, num_processes=2, view="none")
+    assert summary_lines(run.state, now=0.0)[1] == "2 x CPU, float32, TP 2"

@@ -191,8 +191,6 @@ CASES["parts"] = {
     },
     "uneven end, whole calls": {**OF_PARTS, "samples": 7, "whole": True},
     "bf16": {**ROUGH, "precision": "bf16"},
-    "bf16, accumulation": {**ROUGH, "precision": "bf16", "accumulate": 2},
-    "fp16": {**ROUGH, "precision": "fp16"},
     "fp16, accumulation, clipping": {**ROUGH, "precision": "fp16", "accumulate": 2, "clip": 0.05},
 }
 # Its plugin has the precision, not the Accelerator.

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from notebook_accel import Accelerator
 from notebook_accel.private import of_torch
 from notebook_accel.training.strategies.compiling import compile_regions
+from tests.training import meshes
 from tests.training.harness import on_ranks
-from tests.training.meshes import plugin
 
 SOURCE = Path(of_torch.__file__).read_text()
 # Names that a function of ours replaces in torch, and reports in the launch's log if it cannot.
@@ -26,21 +25,13 @@ def without(name):
 
 
 def train(folder):
-    torch.manual_seed(0)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin(), rng_types=[]
-    )
-    model, optimizer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), None
-    model = accelerator.prepare(model)
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-    for step in range(4):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.full((2, 2), 1.0 + step)).sum())
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    layout, case = "fsdp", {"accumulate": 2, "clip": 1.0, "settings": {"rng_types": []}}
+    seen = meshes.train(layout, case)
+    accelerator = meshes.accelerator_for(layout)
+    model, optimizer = accelerator.prepare(*meshes.make(case))
+    tokens, _ = meshes.data(2).tensors
     with accelerator.no_sync(model):
-        accelerator.backward(model(torch.ones(2, 2)).sum())
+        accelerator.backward(model(tokens).sum())
     optimizer.optimizer.zero_grad()
     optimizer.zero_grad()
     accelerator.save_state(folder)
@@ -60,7 +51,7 @@ def train(folder):
     of_torch.overflow(scaler, plain)
     of_torch.unscale_by(type("Scaler", (torch.amp.GradScaler,), {}), lambda *_: {})
     of_torch.loadable_names()
-    return sum(each.full_tensor().sum().item() for each in model.parameters())
+    return seen
 
 
 @on_ranks(2, timeout=110)

@@ -152,17 +152,6 @@ def test_the_state_of_a_window_is_that_of_its_accelerator(shown_by):
     assert (state.num_steps, *steps, newer.gradient_state.num_steps) == (2, 2, 1, 1)
 
 
-def test_the_number_of_steps_may_change_on_the_way():
-    accelerator, model, optimizer, recorder = setup(1)
-    accelerator.gradient_accumulation_steps = 2
-    loop(accelerator, model, optimizer, "last")
-    assert recorder.used == [5.5, 550.0]
-    accelerator.gradient_accumulation_steps = 4
-    accelerator.step = 0
-    loop(accelerator, model, optimizer, "last")
-    assert recorder.used[2:] == [sum(GRADIENTS) / 4]
-
-
 @pytest.mark.parametrize(
     ("counts_on", "num_batches", "expected"), [(True, 4, "FFTFFTFF"), (False, 7, "FFTFFTTFFTFFTT")]
 )

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from notebook_accel import (
-    AcceleratedOptimizer,
     Accelerator,
     AutocastKwargs,
     ConfigError,
@@ -172,40 +171,6 @@ def test_each_machine_writes_where_it_is_asked_to(each, tmp_path):
 # ---- one process
 
 
-def test_how_the_loss_scale_moves():
-    handler = GradScalerKwargs(
-        init_scale=4.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=1
-    )
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
-    inner = nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
-    scales = []
-    for factor in (1.0, 1.0, float("inf")):
-        accelerator.backward(model(INPUTS).sum() * factor)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert accelerator.scaler is not None
-        scales.append(accelerator.scaler.get_scale())
-    assert scales == [12.0, 36.0, 9.0]
-
-
-def test_whether_autocast_keeps_weights():
-    seen = []
-
-    class Model(nn.Linear):
-        def forward(self, inputs):
-            seen.append(torch.is_autocast_cache_enabled())
-            return super().forward(inputs)
-
-    for enabled in (True, False):
-        handlers = [AutocastKwargs(cache_enabled=enabled)]
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)
-        accelerator.prepare(Model(4, 1))(INPUTS)
-        with accelerator.autocast():
-            seen.append(torch.is_autocast_cache_enabled())
-    assert seen == [True, True, False, False]
-
-
 def test_a_profiler_is_built_as_accelerate_builds_it():
     ready = []
     fields = {
@@ -257,24 +222,6 @@ def test_handlers_give_the_fields_that_accelerates_give(name, fields):
     assert mine.keys() == their_fields.keys()
     for field in mine.keys() - (open_here - fields.keys()):
         assert mine[field] == their_fields[field], field
-
-
-def test_an_optimizer_is_prepared_alone():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = accelerator.prepare_model(nn.Linear(4, 1))
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = accelerator.prepare_optimizer(inner, device_placement=False)
-    assert isinstance(optimizer, AcceleratedOptimizer)
-    assert accelerator.prepare_optimizer(optimizer) is accelerator.prepare_optimizer(inner)
-    weights = []
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(INPUTS).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append(model.weight.tolist())
-    assert weights[0] != weights[1], "the second batch ends the window"
-    assert optimizer.num_steps == 1
 
 
 def test_a_projects_folders_move_until_logs_have_one():

@@ -128,17 +128,6 @@ def test_copies_and_pickles_of_a_prepared_model_stand_on_their_own():
     assert torch.equal(sent.layer.weight, net.layer.weight)
 
 
-def test_a_compiled_model_keeps_its_weights_names():
-    net = Net()
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    compiled = torch.compile(net, backend="eager")
-    model = accelerator.prepare(compiled)
-    assert model(INPUTS).dtype == torch.float32
-    assert set(accelerator.get_state_dict(model)) == {"layer.weight", "layer.bias"}
-    assert accelerator.unwrap_model(model) is compiled
-    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
-
-
 def test_autocast_options_hold():
     options = [AutocastKwargs(enabled=False)]
     net = Net()

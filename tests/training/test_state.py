@@ -2,7 +2,6 @@
 
 import pickle
 import socket
-import time
 import warnings
 
 import accelerate
@@ -24,7 +23,7 @@ from notebook_accel import (
 from notebook_accel.training.processes import devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.strategies.compiling import DynamoBackend
-from tests.training.harness import on_ranks, run_ranks
+from tests.training.harness import on_ranks
 from tests.training.single import forget_states
 
 
@@ -59,39 +58,6 @@ def test_a_group_of_the_user_is_used_and_left_alone():
     assert (accelerator.num_processes, accelerator.process_index) == (2, dist.get_rank())
     assert accelerator.distributed_type == "MULTI_CPU"
     assert PartialState().backend == "gloo"
-
-
-def act_by_rank():
-    """Everything that differs from rank to rank; return when this one entered a block."""
-    state = PartialState(cpu=True)
-    me = state.process_index
-    with state.main_process_first():
-        if me == 0:
-            time.sleep(0.2)
-        entered = time.monotonic()
-    with state.local_main_process_first():
-        pass
-
-    @state.on_process(process_index=1)
-    def on_one():
-        return me
-
-    by_first = [state.on_main_process(lambda: me)(), state.on_local_main_process(lambda: me)()]
-    by_second = [on_one(), state.on_last_process(lambda: me)()]
-    by_second.append(state.on_local_process(lambda: me, local_process_index=1)())
-    assert by_first == [None if me else 0] * 2
-    assert by_second == [me or None] * 3
-    flags = (state.is_main_process, state.is_local_main_process, state.is_last_process)
-    assert flags == (not me, not me, bool(me))
-    for pad, expected in ((False, [3]), (True, [3, 3])):
-        with state.split_between_processes([1, 2, 3], apply_padding=pad) as part:
-            assert part == (expected if me else [1, 2])
-    return entered
-
-
-def test_what_ranks_do_by_their_number():
-    first, second = run_ranks(act_by_rank, 2)
-    assert first < second
 
 
 def test_states_made_twice_show_the_same():
