@@ -78,38 +78,19 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(3)
-    model: nn.Module = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=20,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=8,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-    return model
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 16}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**sizes, **no_dropout))
 
 
 def gpt2(n_layer: int = 1, vocab_size: int = 20) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(3)
-    model: nn.Module = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocab_size,
-            n_positions=16,
-            n_embd=8,
-            n_layer=n_layer,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
-    return model
+    sizes = {"vocab_size": vocab_size, "n_positions": 16, "n_embd": 8, "n_head": 2}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, n_layer=n_layer))
 
 
 def fingerprint(model: nn.Module) -> list[float]:

@@ -65,14 +65,8 @@ def test_other_code_computes_as_the_emulating_accelerator(monkeypatch):
 
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 32),
-        nn.Tanh(),
-        nn.Linear(32, 32),
-        nn.Tanh(),
-        nn.Linear(32, 17),
-        nn.Linear(17, 1),
-    )
+    inner = [nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()]
+    return nn.Sequential(*inner, nn.Linear(32, 17), nn.Linear(17, 1))
 
 
 def learn(strategy, accumulation=1, emulate=True):

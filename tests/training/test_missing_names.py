@@ -25,9 +25,9 @@ def without(name):
 
 
 def train(folder):
-    layout, case = "fsdp", {"accumulate": 2, "clip": 1.0, "settings": {"rng_types": []}}
-    seen = meshes.train(layout, case)
-    accelerator = meshes.accelerator_for(layout)
+    case = {"accumulate": 2, "clip": 1.0, "samples": 8, "settings": {"rng_types": []}}
+    seen = meshes.train("fsdp", case)
+    accelerator = meshes.accelerator_for("fsdp")
     model, optimizer = accelerator.prepare(*meshes.make(case))
     tokens, _ = meshes.data(2).tensors
     with accelerator.no_sync(model):
@@ -40,15 +40,10 @@ def train(folder):
     of_torch.at_other_device(weight, torch.zeros_like(weight.to_local()))
     of_torch.flatten_mesh(weight.device_mesh, "all")
     of_torch.untyped_storage(torch.storage.TypedStorage(4, dtype=torch.uint8))
-    compile_regions(
-        nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])), backend="eager"
-    )
-    scaler, plain = (
-        torch.amp.GradScaler("cpu"),
-        torch.optim.SGD([torch.ones(1, requires_grad=True)]),
-    )
+    blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    compile_regions(nn.Sequential(blocks), backend="eager")
     of_torch.count_of_changes(torch.ones(1))
-    of_torch.overflow(scaler, plain)
+    of_torch.overflow(torch.amp.GradScaler("cpu"), torch.optim.SGD(blocks.parameters()))
     of_torch.unscale_by(type("Scaler", (torch.amp.GradScaler,), {}), lambda *_: {})
     of_torch.loadable_names()
     return seen

@@ -64,12 +64,9 @@ def test_a_save_between_backward_and_step_loses_no_batch(tmp_path):
     def run(stops):
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
-        inner = nn.Linear(1, 1)
-        model, optimizer, loader = accelerator.prepare(
-            inner,
-            torch.optim.SGD(inner.parameters(), lr=0.1),
-            DataLoader(torch.arange(6.0)[:, None]),
-        )
+        inner, loader = nn.Linear(1, 1), DataLoader(torch.arange(6.0)[:, None])
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(inner, optimizer, loader)
         start = accelerator.resume_or_start(tmp_path / "run")
         seen = []
         for batch in loader:

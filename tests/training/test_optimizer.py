@@ -323,11 +323,8 @@ def test_gradients_of_fp16_are_unscaled_once_a_window():
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_what_a_backward_takes_is_handed_on(precision):
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision=precision,
-        kwargs_handlers=[GradScalerKwargs(init_scale=4.0)] if precision == "fp16" else [],
-    )
+    options = [GradScalerKwargs(init_scale=4.0)]
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=options)
     model = accelerator.prepare(nn.Linear(2, 1))
     loss = model(torch.ones(1, 2)).sum()
     weight, bias = model.weight, model.bias

@@ -185,12 +185,10 @@ def test_a_profiler_is_built_as_accelerate_builds_it():
     }
     ours, theirs = ProfileKwargs(**fields).build(), peer.ProfileKwargs(**fields).build()
     same = set(fields) - {"schedule_option"}
-    assert {name: getattr(ours, name) for name in same} == {
-        name: getattr(theirs, name) for name in same
-    }
-    assert [ours.schedule(step) for step in range(4)] == [
-        theirs.schedule(step) for step in range(4)
-    ]
+    for name in same:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for step in range(4):
+        assert ours.schedule(step) == theirs.schedule(step)
     with pytest.raises(ConfigError, match="activities='gpu': expected one of 'cpu', "):
         ProfileKwargs(activities=["cpu", "gpu"]).build()
 
@@ -214,9 +212,8 @@ def test_handlers_give_the_fields_that_accelerates_give(name, fields):
     assert isinstance(ours, utils.KwargsHandler)
     assert ours.to_kwargs() == theirs.to_kwargs()
     if name == "DistributedDataParallelKwargs":
-        assert (
-            ours.to_dict(ignore_keys=["dim"]).keys() == theirs.to_dict(ignore_keys=["dim"]).keys()
-        )
+        mine, their_fields = (each.to_dict(ignore_keys=["dim"]) for each in (ours, theirs))
+        assert mine.keys() == their_fields.keys()
     open_here = {"backend", "timeout", "init_method", "num_steps"}  # other defaults
     mine, their_fields = ours.to_dict(), theirs.to_dict()
     assert mine.keys() == their_fields.keys()
@@ -273,6 +270,8 @@ def test_what_is_set_on_the_way_holds_from_then_on():
     handlers = [AutocastKwargs(cache_enabled=False), ProfileKwargs(), GradScalerKwargs()]
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)
     assert accelerator.autocast_handler is handlers[0]
+    with accelerator.autocast():
+        assert not torch.is_autocast_cache_enabled()
     assert accelerator.profile_handler is handlers[1]
     assert accelerator.scaler_handler is handlers[2]
     model = accelerator.prepare(Noting(4, 1))

@@ -136,11 +136,8 @@ def test_autocast_options_hold():
 
 
 def two_optimizers(scale):
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp16",
-        kwargs_handlers=[GradScalerKwargs(init_scale=scale, growth_interval=1)],
-    )
+    options = [GradScalerKwargs(init_scale=scale, growth_interval=1)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=options)
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
     first, second = (torch.optim.SGD(part.parameters(), lr=0.5) for part in net)
     return (accelerator, *accelerator.prepare(net, first, second))

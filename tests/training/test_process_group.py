@@ -159,14 +159,11 @@ def test_another_user_cannot_take_the_ports_of_a_run(tmp_path, use_port):
 def plain(folder):
     """Plain functions make their groups by MASTER_ADDR and MASTER_PORT, in several ways."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    asked = {"rank": rank, "world_size": 2}
     ways = [
         dict,
-        lambda: {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2},
-        lambda: {
-            "store": dist.TCPStore("127.0.0.1", port, 2, rank == 0),
-            "rank": rank,
-            "world_size": 2,
-        },
+        lambda: {**asked, "init_method": f"tcp://127.0.0.1:{port}"},
+        lambda: {**asked, "store": dist.TCPStore("127.0.0.1", port, 2, rank == 0)},
     ]
     sums, addresses = [], set()
     for number, way in enumerate([*ways, *ways]):

@@ -53,16 +53,12 @@ def make_accelerator(mesh):
         from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
         # As the articles write it.
-        return Accelerator(
-            cpu=True,
-            split_batches=True,
-            fsdp_plugin=FullyShardedDataParallelPlugin(
-                state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-                optim_state_dict_config=FullOptimStateDictConfig(
-                    offload_to_cpu=True, rank0_only=True
-                ),
-            ),
+        on_rank_0 = {"offload_to_cpu": True, "rank0_only": True}
+        plugin = FullyShardedDataParallelPlugin(
+            state_dict_config=FullStateDictConfig(**on_rank_0),
+            optim_state_dict_config=FullOptimStateDictConfig(**on_rank_0),
         )
+        return Accelerator(cpu=True, split_batches=True, fsdp_plugin=plugin)
     return accelerator_for(mesh if mesh in LAYOUTS else None, split_batches=True)
 
 

@@ -62,13 +62,10 @@ WAYS = {
 
 def train(name, folder):
     sizes, make = WAYS[name]
-    accelerator = Accelerator(
-        cpu=True, parallelism_config=ParallelismConfig(**sizes) if num_ranks() > 1 else None
-    )
-    model = make(folder) if make is read else make()
-    model, optimizer = accelerator.prepare(
-        model.train(), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    config = ParallelismConfig(**sizes) if num_ranks() > 1 else None
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    model = (make(folder) if make is read else make()).train()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     seen = {"losses": [], "norms": []}
     # Divided sequences take no padding.
     mask = torch.tensor([[int("cp_size" in sizes)] + [1] * 7, [1] * 8])
