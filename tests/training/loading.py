@@ -17,15 +17,12 @@ from notebook_accel.training.stepping.active_loaders import active_loaders
 CPU = torch.device("cpu")
 
 
-def prepare(
-    loader: Any, rank: int = 0, size: int = 1, device: Any = CPU, ordinal: int = 0, **config: Any
-) -> Any:
+def prepare(loader: Any, rank: int = 0, size: int = 1, device: Any = CPU, **config: Any) -> Any:
     return prepare_loader(
         loader,
         config=DataLoaderConfiguration(**config),
         device=device,
         data_group=DataGroup.of_all_ranks(size, rank),
-        ordinal=ordinal,
     )
 
 

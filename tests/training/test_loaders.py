@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from notebook_accel.data_loader import DataLoaderShard, prepare_data_loader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -57,14 +58,18 @@ def test_a_pass_draws_nothing_from_the_global_numbers(sampler, workers, size):
     assert (first == second) == isinstance(prepared.sampler, SequentialSampler)
 
 
-def test_the_order_follows_from_the_seed():
-    def order(seed, ordinal=0):
+def test_each_loader_has_an_order_of_its_own_that_follows_from_the_seed():
+    def orders(seed):
         set_seed(seed)
-        return lists(prepare(numbers(20, shuffle=True), ordinal=ordinal))
+        plain = [numbers(20, shuffle=True) for _ in range(4)]
+        loaders = [*Accelerator(cpu=True).prepare(*plain[:2]), *map(prepare_data_loader, plain[2:])]
+        loaders += [DataLoaderShard(range(20), batch_size=3, shuffle=True) for _ in range(2)]
+        return [str(lists(loader)) for loader in loaders]
 
-    assert order(1) == order(1)
-    assert order(1) != order(2)
-    assert order(1) != order(1, ordinal=1), "two loaders go through their data alike"
+    first = orders(1)
+    assert len({*first}) == 6
+    assert orders(1) == first
+    assert not {*first} & {*orders(2)}
 
 
 def test_a_generator_of_ones_own_gives_the_order_that_it_gives_torch():

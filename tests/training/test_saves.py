@@ -202,6 +202,17 @@ def test_other_ranks_alone_save_nothing_and_do_not_hang(tmp_path):
 
 
 @on_ranks(NUM_RANKS)
+def test_the_best_by_rank_0_alone_leaves_the_last_whole(tmp_path):
+    """In one step, so that they differ by their names alone."""
+    accelerator, _ = setup()
+    if accelerator.is_main_process:
+        accelerator.save_state(tmp_path / "best")
+    save(accelerator, tmp_path / "last")
+    barrier()
+    assert (files(tmp_path / "best"), files(tmp_path / "last")) == (OF_RANK_0, FILES)
+
+
+@on_ranks(NUM_RANKS)
 def test_another_accelerator_loads_what_is_still_being_saved(tmp_path):
     # Nothing that waits for the other ranks is prepared.
     accelerator = Accelerator(cpu=True)

@@ -15,18 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import notebook_accel
+from tests.training import parts
 from tests.training.harness import on_ranks
-from tests.training.parts import (
-    Points,
-    Sentences,
-    fingerprint,
-    gpt2,
-    mlp,
-    points,
-    seeded,
-    step_of,
-    update,
-)
 
 
 def train_with_resume(accelerate, folder, resume, stop_at):
@@ -34,9 +24,9 @@ def train_with_resume(accelerate, folder, resume, stop_at):
     config = accelerate.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
     accelerator = accelerate.Accelerator(dataloader_config=config)
     accelerate.utils.set_seed(1)
-    model = mlp()
+    model = parts.mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(points(20), shuffle=True, batch_size=2)
+    loader = DataLoader(parts.points(20), shuffle=True, batch_size=2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     overall_step = starting_epoch = 0
@@ -57,7 +47,7 @@ def train_with_resume(accelerate, folder, resume, stop_at):
         else:
             active = loader
         for batch in active:
-            losses.append(step_of(accelerator, model, optimizer, batch))
+            losses.append(parts.step_of(accelerator, model, optimizer, batch))
             schedule.step()
             overall_step += 1
             if overall_step % 4 == 0:
@@ -65,7 +55,7 @@ def train_with_resume(accelerate, folder, resume, stop_at):
                 accelerator.wait_for_everyone()
             if overall_step == stop_at:
                 return {}
-    return {"losses": losses, "rate": schedule.get_last_lr(), "weights": fingerprint(model)}
+    return {"losses": losses, "rate": schedule.get_last_lr(), "weights": parts.fingerprint(model)}
 
 
 def resume_in_mid_epoch(accelerate, folder):
@@ -84,7 +74,7 @@ def resume_in_mid_epoch(accelerate, folder):
 def language_model(accelerate, folder):
     """run_clm_no_trainer: accumulation, tied weights, two groups of decay, perplexity."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
-    model = gpt2()
+    model = parts.gpt2()
     no_decay = ["bias", "ln"]
     named = list(model.named_parameters())
     groups = [
@@ -92,8 +82,8 @@ def language_model(accelerate, folder):
         {"params": [p for n, p in named if any(d in n for d in no_decay)], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=5e-3)
-    train_dataloader = Sentences(20).loader(shuffle=True, generator=seeded(1))
-    eval_dataset = Sentences(7)
+    train_dataloader = parts.Sentences(20).loader(shuffle=True, generator=parts.seeded(1))
+    eval_dataset = parts.Sentences(7)
     eval_dataloader = eval_dataset.loader()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 20))
     model, optimizer, train_dataloader, eval_dataloader, schedule = accelerator.prepare(
@@ -128,22 +118,22 @@ def language_model(accelerate, folder):
         "loss": float(total_loss),
         "perplexities": perplexities,
         "tied": unwrapped.lm_head.weight is unwrapped.transformer.wte.weight,
-        "weights": fingerprint(model),
+        "weights": parts.fingerprint(model),
     }
 
 
 def summarization(accelerate, folder):
     """run_summarization_no_trainer: generated texts of other lengths on each rank."""
     accelerator = accelerate.Accelerator()
-    model = gpt2()
+    model = parts.gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train_dataloader, eval_dataloader = Sentences(12).loader(), Sentences(9).loader()
+    train_dataloader, eval_dataloader = parts.Sentences(12).loader(), parts.Sentences(9).loader()
     model, optimizer, train_dataloader, eval_dataloader = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader
     )
     for batch in train_dataloader:
         loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
-        update(accelerator, optimizer, loss)
+        parts.update(accelerator, optimizer, loss)
     texts, shapes = [], []
     model.eval()
     for batch in eval_dataloader:
@@ -169,10 +159,10 @@ def cv_example(accelerate, folder):
     accelerator = accelerate.Accelerator(mixed_precision="no")
     accelerate.utils.set_seed(config["seed"])
     loader = DataLoader(
-        Points(18), shuffle=True, batch_size=config["batch_size"], generator=seeded(4)
+        parts.Points(18), shuffle=True, batch_size=config["batch_size"], generator=parts.seeded(4)
     )
-    eval_loader = DataLoader(Points(11), shuffle=False, batch_size=config["batch_size"])
-    model = nn.Sequential(mlp(4, 8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    eval_loader = DataLoader(parts.Points(11), shuffle=False, batch_size=config["batch_size"])
+    model = nn.Sequential(parts.mlp(4, 8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     for weight in model[0].parameters():
         weight.requires_grad = False
     mean = torch.zeros(1, 4).to(accelerator.device)
@@ -206,7 +196,7 @@ def cv_example(accelerate, folder):
     return {
         "accuracy": accuracy,
         "rate": optimizer.param_groups[0]["lr"],
-        "weights": fingerprint(model),
+        "weights": parts.fingerprint(model),
     }
 
 

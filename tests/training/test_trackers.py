@@ -236,9 +236,8 @@ def train(name, folder, /, **init_kwargs):
 
 
 def test_tensorboard_writes_events_and_settings(tmp_path):
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    ).EventAccumulator
+    events = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = pytest.importorskip(events).EventAccumulator
     accelerator = train("tensorboard", str(tmp_path))
     accelerator.log({"note": "hello", "three": torch.ones(3)}, step=0)
     images = np.zeros((2, 3, 4, 4), dtype=np.uint8)
