@@ -67,13 +67,6 @@ def update(accelerator: Any, optimizer: Any, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-def step_of(accelerator: Any, model: Any, optimizer: Any, batch: Any) -> float:
-    inputs, labels = batch
-    loss = nn.functional.cross_entropy(model(inputs), labels)
-    update(accelerator, optimizer, loss)
-    return float(loss.detach())
-
-
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 

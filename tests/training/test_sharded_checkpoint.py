@@ -194,12 +194,15 @@ def test_full_state_dicts_are_the_plain_files_and_sharded_ones_hold_every_rank_s
             assert len(list((saved(writer)[0] / name).glob("*.distcp"))) == ranks
 
 
-def test_an_optimizer_with_other_groups_is_told(saved):
-    accelerator = Accelerator(cpu=True)
+def test_an_optimizer_with_other_groups_is_told_and_another_model_is_no_damage(saved):
+    accelerator, folder = Accelerator(cpu=True), saved("fsdp, blocks")[0]
     model = Deep()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match=r"optimizer_0 holds .* of 2 groups .* AdamW here has 1"):
-        accelerator.load_state(saved("fsdp, blocks")[0])
+        accelerator.load_state(folder)
+    model.blocks[0].up = nn.Linear(model.blocks[0].up.in_features, 3)
+    with pytest.raises(RuntimeError, match=r"nothing was loaded\. size mismatch for blocks\.0"):
+        accelerator.resume_or_start(folder)
 
 
 def test_parts_are_merged_into_one_file(saved, tmp_path):
