@@ -148,7 +148,7 @@ test-eight: $(READY)
 # pip may find torchvision compiled for another torch than .venv's (for CUDA, say), which then has no
 # operators. Its import needs the names of two; nothing here calls them.
 test-libraries: $(READY)
-	$(call on_top,libraries,--constraint constraints.txt datasets==5.2.0 diffusers evaluate fastai lightning timm)
+	$(call on_top,libraries,--constraint constraints.txt datasets==5.2.0 diffusers evaluate fastai lightning timm trl)
 	printf '%s\n' 'if not _has_ops() and not hasattr(torch.ops.torchvision, "nms"):' \
 	  '    for each in ("nms", "qnms"):' \
 	  '        torch.library.define(f"torchvision::{each}", "(Tensor a, Tensor b, float c) -> Tensor")' \

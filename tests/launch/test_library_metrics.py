@@ -1,4 +1,4 @@
-"""What transformers, Lightning, fastai and a SummaryWriter log are metrics of the run.
+"""What transformers, TRL, Lightning, fastai and a SummaryWriter log are metrics of the run.
 
 The functions are as public examples have them. What is not installed is skipped: `make
 test-libraries` installs all.
@@ -43,14 +43,7 @@ def fine_tune(folder):
         report_to="tensorboard",
         use_cpu=True,
     )
-
-    class Derived(Trainer):
-        """Logs more, as TRL's trainers do."""
-
-        def log(self, logs, *rest):
-            super().log({**logs, "mean_token_accuracy": 0.5}, *rest)
-
-    trainer = Derived(
+    trainer = Trainer(
         model=BertForSequenceClassification(config),
         args=arguments,
         train_dataset=texts,
@@ -80,8 +73,7 @@ def test_a_trainer_and_a_summary_writer(tmp_path):
     assert [row for row in logged(run) if row in own] == own
     assert "requires_grad" not in run.logs()
     assert sorted(row for row in logged(run) if row not in own) == sorted(expected)
-    names = {"loss", "eval_loss", "learning_rate", "mean_token_accuracy"}
-    assert names <= {row["name"] for row in run.metrics}
+    assert {"loss", "eval_loss", "learning_rate"} <= {row["name"] for row in run.metrics}
     # One bar of the training, by rank 0, beside those of the evaluations.
     assert [(bar.rank, bar.total) for bar in run.progress] == [(0, 6), (0, 2), (0, 2)]
     # Their own tracker has its names.
@@ -202,3 +194,46 @@ def test_a_fastai_learner(tmp_path):
     assert last["accuracy"] == pytest.approx(accuracy)
     assert last["valid_loss"] == pytest.approx(valid_loss)
     assert last["train_loss"] == pytest.approx(train_loss)
+
+
+def align(folder):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *"abcde"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>"
+    )
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=len(words)))
+    arguments = SFTConfig(
+        output_dir=folder,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": ["a b c", "b c d", "c d e", "a e b"] * 4}),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return trainer.state.log_history
+
+
+@pytest.mark.long
+@needs("trl", "datasets", "tokenizers")
+def test_a_trainer_of_trl(tmp_path):
+    run = notebook_launcher(align, args=(str(tmp_path),), num_processes=2, devices="cpu")
+    losses = [(entry["step"], entry["loss"]) for entry in run[0] if "loss" in entry]
+    found = [(row["step"], row["value"]) for row in run.metrics if row["name"] == "loss"]
+    assert found == losses
+    assert len(losses) == 2
+    assert "mean_token_accuracy" in {row["name"] for row in run.metrics}
