@@ -56,7 +56,7 @@ WIDTH = 1080
 MAX_HEIGHT = 900
 FRAMES_A_SECOND = 4
 # Nobody looks at a picture to wait for the first import.
-MAX_FRAME_SECONDS = 1.5
+MAX_FRAME_SECONDS = 1.0
 LAST_FRAME_SECONDS = 4.0
 
 
@@ -104,12 +104,12 @@ def capture(lab: Lab, browser: Browser, theme: str) -> None:
         assert time.monotonic() < deadline, "the run has not ended"
         page.page.wait_for_timeout(1000 / FRAMES_A_SECOND)
     frames = [frame.crop((0, 0, WIDTH, min(MAX_HEIGHT, round(height)))) for frame in frames]
-    # One palette for all frames, or the colours of what stands still would flicker; made of three,
-    # as the summary has colours that the panel lacks.
-    chosen = [frames[0], frames[len(frames) // 2], frames[-1]]
-    sample = Image.new("RGB", (WIDTH, sum(frame.height for frame in chosen)))
-    for number, frame in enumerate(chosen):
-        sample.paste(frame, (0, number * frame.height))
+    # One palette for all frames, or the colours of what stands still would flicker; of panel and
+    # summary, since each has colours that the other lacks.
+    live, ended = frames[len(frames) // 2], frames[-1]
+    sample = Image.new("RGB", (WIDTH, 2 * live.height))
+    sample.paste(live, (0, 0))
+    sample.paste(ended, (0, live.height))
     palette = sample.quantize(256)
     first, *others = (frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames)
     shown = [min(later - earlier, MAX_FRAME_SECONDS) for earlier, later in pairwise(taken_at)]
