@@ -225,17 +225,6 @@ def test_samples_of_a_short_last_batch_are_counted_as_they_are():
             assert skipping.progress() == (1, 0, 10)
 
 
-def test_iterators_that_are_kept_do_not_answer_for_others():
-    train, other = prepare(numbers(6)), prepare(numbers(3))
-    left = iter(other)
-    next(left)  # its last batch, and it is still referenced
-    assert active_loaders().position.end_of_dataloader
-    assert trace(train) == [(False, 0), (True, 0)]
-    next(iter(other))
-    left.close()
-    assert not active_loaders().stack
-
-
 class Counting(ranks.RankContext):
     """A context that counts batches, and stops at one."""
 
