@@ -105,12 +105,13 @@ def capture(lab: Lab, browser: Browser, theme: str) -> None:
         page.page.wait_for_timeout(1000 / FRAMES_A_SECOND)
     frames = [frame.crop((0, 0, WIDTH, min(MAX_HEIGHT, round(height)))) for frame in frames]
     # One palette for all frames, or the colours of what stands still would flicker; of panel and
-    # summary, since each has colours that the other lacks.
+    # summary, since each has colours that the other lacks, and by coverage, which keeps rare ones
+    # such as the red of Stop.
     live, ended = frames[len(frames) // 2], frames[-1]
     sample = Image.new("RGB", (WIDTH, 2 * live.height))
     sample.paste(live, (0, 0))
     sample.paste(ended, (0, live.height))
-    palette = sample.quantize(256)
+    palette = sample.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=2)
     first, *others = (frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames)
     shown = [min(later - earlier, MAX_FRAME_SECONDS) for earlier, later in pairwise(taken_at)]
     durations = [1000 * seconds for seconds in [*shown, LAST_FRAME_SECONDS]]
