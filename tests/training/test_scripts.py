@@ -6,6 +6,7 @@ one library and then with the other; the numbers of rank r must be those of Acce
 """
 
 import math
+import os
 import warnings
 
 import accelerate
@@ -202,14 +203,131 @@ def cv_example(accelerate, folder):
     }
 
 
+def tokens_in_the_batch(accelerate, folder):
+    """The loss of a window divided by its tokens on all ranks, not by its batches."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    model = parts.gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, parts.Sentences(16).loader())
+    iterator = iter(loader)
+    # But for the last window, of which Accelerate steps each batch.
+    for _ in range(len(loader) // 2 - 1):
+        window = [next(iterator) for _ in range(2)]
+        local = torch.tensor(sum(int((b["input_ids"] > 0).sum()) for b in window))
+        num_items = accelerator.gather(local).sum().item()
+        for batch in window:
+            with accelerator.accumulate(model):
+                logits = model(input_ids=batch["input_ids"]).logits
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1),
+                    batch["input_ids"].flatten(),
+                    ignore_index=0,
+                    reduction="sum",
+                )
+                loss = loss * accelerator.num_processes * 2 / num_items
+                parts.update(accelerator, optimizer, loss)
+    return {"weights": parts.fingerprint(model)}
+
+
+def lora(accelerate, folder):
+    """A PEFT model: adapters of a frozen decoder trained, checkpointed, saved alone and merged."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    torch.manual_seed(5)
+    model = get_peft_model(parts.gpt2(), config)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-1)
+    ids = torch.randint(1, 20, (16, 5), generator=parts.seeded())
+    loader = DataLoader(ids, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for epoch in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(trained, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.gather(loss.detach()).mean()))
+        if epoch == 0:
+            accelerator.save_state(str(folder / "state"))
+            after_one = parts.fingerprint(model)
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder / "adapter",
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.wait_for_everyone()
+    alone = PeftModel.from_pretrained(parts.gpt2(), folder / "adapter")
+    with torch.no_grad():
+        logits = alone.merge_and_unload()(ids[:2]).logits
+        torch.testing.assert_close(logits, unwrapped(ids[:2]).logits)
+    accelerator.load_state(str(folder / "state"))
+    return {
+        "losses": losses,
+        "files": sorted(os.listdir(folder / "adapter")),
+        "again": parts.fingerprint(model) == after_one,
+        "weights": after_one,
+    }
+
+
+def gan(accelerate, folder):
+    """Two models, two optimizers, two schedules, and a detached half."""
+    accelerator = accelerate.Accelerator()
+    maker, critic = parts.mlp(4, 8, 4), parts.mlp(4, 8, 1)
+    for_maker = torch.optim.Adam(maker.parameters(), lr=1e-2, betas=(0.5, 0.999))
+    for_critic = torch.optim.Adam(critic.parameters(), lr=1e-2, betas=(0.5, 0.999))
+    rates = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (for_maker, for_critic)]
+    maker, critic, for_maker, for_critic, loader, *rates = accelerator.prepare(
+        maker, critic, for_maker, for_critic, DataLoader(parts.points(16), batch_size=2), *rates
+    )
+    judge = nn.BCEWithLogitsLoss()
+    noise_of = parts.seeded(accelerator.process_index)
+    losses = []
+    for real, _ in loader:
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        noise = torch.randn(real.shape, generator=noise_of)
+        for_critic.zero_grad()
+        fake = maker(noise)
+        loss = judge(critic(real), ones) + judge(critic(fake.detach()), zeros)
+        accelerator.backward(loss)
+        for_critic.step()
+        for_maker.zero_grad()
+        loss_of_maker = judge(critic(fake), ones)
+        accelerator.backward(loss_of_maker)
+        for_maker.step()
+        for rate in rates:
+            rate.step()
+        losses.append([loss.item(), loss_of_maker.item()])
+    return {
+        "losses": losses,
+        "rates": [rate.get_last_lr()[0] for rate in rates],
+        "weights": parts.fingerprint(maker) + parts.fingerprint(critic),
+    }
+
+
 LOOPS = {
-    loop.__name__: loop for loop in (resume_in_mid_epoch, language_model, summarization, cv_example)
+    loop.__name__: loop
+    for loop in (
+        resume_in_mid_epoch,
+        language_model,
+        summarization,
+        cv_example,
+        tokens_in_the_batch,
+        lora,
+        gan,
+    )
 }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", LOOPS)
-@on_ranks(2, timeout=200, imports=("transformers.models.gpt2.modeling_gpt2",))
+@on_ranks(2, timeout=200, imports=("transformers.models.gpt2.modeling_gpt2", "peft"))
 def test_a_script_gives_accelerates_numbers(name, tmp_path):
     warnings.simplefilter("ignore")
     found = []
