@@ -91,10 +91,11 @@ def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
         text, _ = shown(notebook, "compare(old[:2])")
         charts, _, table = text.partition("\n\n")
         assert cells(charts)[0] == ["loss", "lr 0.01 (lr=0.01)", "█▁▃▆", "0.375"]
-        assert names(table) == ["run", "lr 0.01", "lr 0.1"]
+        # As the charts' legend calls them.
+        assert names(table) == ["run", "lr 0.01 (lr=0.01)", "lr 0.1 (lr=0.1)"]
         text, _ = shown(notebook, "compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
         table = text.partition("\n\n")[2]
-        assert names(table) == ["run", "slow", "fast"]
+        assert names(table) == ["run", "slow (lr=0.01)", "fast (lr=0.1)"]
         assert cells(table)[1][4:6] == ["0.375", "0.125"]
 
 
