@@ -8,8 +8,8 @@ READY  := $(VENV)/.ready
 CONSTRAINTS ?= constraints.txt
 PYTEST := $(BIN)/python -m pytest
 # How many test files run at a time; with 1, one test after the other in one process. Tests wait more
-# than they compute: three at a time keep two cores busy.
-JOBS   ?= 3
+# than they compute: four at a time keep two cores busy.
+JOBS   ?= 4
 # Those of `make test-pythons`.
 PYTHONS ?= python3.10 python3.12 python3.13
 
@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
 	@echo 'make lab             open the same notebook in JupyterLab'
-	@echo 'make test            ruff, mypy and the tests of all main ways: ten minutes'
+	@echo 'make test            ruff, mypy and the tests of all main ways: eight minutes'
 	@echo 'make test-long       further cases, all examples and pages: as long again'
 	@echo 'make check           ruff and mypy'
 	@echo 'make coverage        the tests, with the lines that they miss'
@@ -58,7 +58,7 @@ help:
 	@echo 'make size            code lines, docstrings, helpers used once; ARGS=-v lists those'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
-# Several files at a time (with JOBS=1 one), and then the browsers two at a time: some ten minutes. A
+# Several files at a time (with JOBS=1 one), and then the browsers two at a time: eight minutes. A
 # file's tests stay together, so that the fixtures of a module are made once. Only files that name a marker are read for it: to read all takes each process 10 s.
 marked = $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.$(1)' tests)
 test: check browser
