@@ -8,7 +8,6 @@ does the same for a loader's batches alone. Peers: accelerate and Lightning Fabr
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -154,7 +153,7 @@ def measured() -> dict[str, Callable[[int], None]]:
     from notebook_accel import Accelerator
     from notebook_accel.actions.scoreboard import Scoreboard
     from notebook_accel.rank import this_rank
-    from notebook_accel.training.stepping.step_timer import StepTimer
+    from notebook_accel.training.stepping.step_timer import NoTimer, StepTimer
 
     numbers = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
     context = this_rank.LaunchedContext(
@@ -162,21 +161,14 @@ def measured() -> dict[str, Callable[[int], None]]:
     )
     this_rank.enter(context)
     block = reading_and_stepping(Accelerator(cpu=True))
-    timer = context.shared[StepTimer]
+    timer, no_timer = context.shared[StepTimer], NoTimer(context, torch.device("cpu"))
 
     def without(count: int) -> None:
-        context.shared[StepTimer] = Untimed()
+        context.shared[StepTimer] = no_timer
         block(count)
         context.shared[StepTimer] = timer
 
     return {RAW: without, AGAIN: without, "measured": block}
-
-
-class Untimed:
-    """Stands where a rank's steps are measured, and measures nothing."""
-
-    def __getattr__(self, _: str) -> Callable[..., Any]:
-        return lambda *_: contextlib.nullcontext()
 
 
 def reading_and_stepping(accelerator: Any) -> Callable[[int], None]:
