@@ -871,7 +871,7 @@ _HAS_COLUMNS = """() => {
 _CLONE_HAS_ONE_LINE = """(width) => {
   const clone = document.querySelector('.na-below .na-panel');
   const line = clone.querySelector(width > 400 ? '.na-buttons' : '.na-metrics .na-log-bar');
-  const [room, height] = width > 400 ? [560, 50] : [300, 40];
+  const [room, height] = width > 400 ? [560, 50] : [360, 40];
   return clone.clientWidth < room && line.clientHeight < height;
 }"""
 
