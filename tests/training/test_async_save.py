@@ -1,11 +1,13 @@
 """``save_state(async_save=True)``: what was there at the call is written while training goes on."""
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import warnings
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,26 @@ def test_what_is_written_is_what_was_there_at_the_call(held_back, tmp_path):
     resumed[0].load_state(folder)
     assert state_of(*resumed) == expected
     assert resumed[1].head.weight is resumed[1].embed.weight
+
+
+def test_no_copy_outlives_its_save(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2_000, 2_000, bias=False))  # 16 MB
+    process = psutil.Process()
+    gc.disable()  # nothing may wait for the collector, which comes late where little is made
+    try:
+        before = None
+        for number in range(6):
+            accelerator.save_state(tmp_path / str(number), async_save=True)
+            accelerator.wait_for_checkpoint()
+            before = before or process.memory_info().rss
+        eventually(
+            lambda: process.memory_info().rss - before < 40e6,
+            within=5,
+            what="the memory of five further copies is free",
+        )
+    finally:
+        gc.enable()
 
 
 class Unsafe(Counter):

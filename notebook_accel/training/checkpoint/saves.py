@@ -388,22 +388,22 @@ def host_copies(state: Any) -> Any:
     pins = torch.accelerator.is_available()
     storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
-    def copy_of(value: torch.Tensor) -> torch.Tensor:
-        loaded = sys.modules.get("torch.distributed.tensor")
-        if loaded is not None and isinstance(value, loaded.DTensor):
-            # Not from_local: it would put the part back on the mesh's device.
-            return of_torch.at_other_device(value, copy_of(value.to_local()))
-        value, source = value.detach(), value.untyped_storage()
-        key = value.device, source.data_ptr()
+    loaded = sys.modules.get("torch.distributed.tensor")
+    known: dict[int, Any] = {}
+    # Not by a function that calls itself: a cycle, it would keep the copies until it is collected.
+    for tensor in [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]:
+        is_part = loaded is not None and isinstance(tensor, loaded.DTensor)
+        local = (tensor.to_local() if is_part else tensor).detach()  # type: ignore[attr-defined]
+        source = local.untyped_storage()
+        key = local.device, source.data_ptr()
         if key not in storages:
             room = torch.empty(source.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pins)
             storages[key] = room.untyped_storage()
             storages[key].copy_(source, non_blocking=True)
-        new = torch.empty(0, dtype=value.dtype, device="cpu")
-        return new.set_(storages[key], value.storage_offset(), value.shape, value.stride())
-
-    tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
-    known: dict[int, Any] = {id(tensor): copy_of(tensor) for tensor in tensors}
-    if tensors and pins:
+        new = torch.empty(0, dtype=local.dtype, device="cpu")
+        new.set_(storages[key], local.storage_offset(), local.shape, local.stride())
+        # Not from_local: it would put the part back on the mesh's device.
+        known[id(tensor)] = of_torch.at_other_device(tensor, new) if is_part else new
+    if known and pins:
         torch.accelerator.synchronize()
     return copy.deepcopy(state, known)
