@@ -21,7 +21,8 @@ DISCONNECT the rank processes survive, and are ready for the next call; TERMINAT
 When a rank fails, the others first get a settle window. If all ranks make the same mistake, each
 reports its own error in that time, instead of being ended because of the first one. The window
 closes ``SETTLE_SECONDS`` after the failure, or after the last rank has called the function if that
-is later (with fewer processors than ranks, some begin late). It lasts 2 seconds at most.
+is later (with fewer processors than ranks, some begin late); not while the report of an error is
+on its way. It lasts 5 seconds at most.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _TERMINATE_SECONDS = 1.0
 # lost it, and later the time from SIGTERM to SIGKILL.
 SETTLE_SECONDS = 0.25
 # After it the settle window is over, also where a rank has not called the function.
-_MAX_SETTLE_SECONDS = 2.0
+_MAX_SETTLE_SECONDS = 5.0
 
 
 class Stage(IntEnum):
@@ -219,8 +220,9 @@ class Ending:
         """Return the stage to enter now; None if none is due.
 
         Args:
-            all_settle: whether every rank in the call has called the function, and no rank's
-                process is dying; only then can the settle window end before its 2 seconds are over.
+            all_settle: whether every rank in the call has called the function, none has raised
+                whose error is still to come, and no rank's process is dying; only then can the
+                settle window end before its 5 seconds are over.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:

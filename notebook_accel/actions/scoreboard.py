@@ -134,6 +134,8 @@ class RankRow(ctypes.Structure):
             them, the most so far, and how many torch could use; 0 if unknown.
         call_over: 1 once the rank's part of the call is over. The rank sets it when its function
             has ended, before it sends the result; the agent sets it when the process has ended.
+        has_raised: 1 once the function has raised; the report of its error, which takes long on a
+            busy machine, may still be to come.
         passed_batches, passed_reads, passed_begun, passed_saves: the count when the rank last went
             on with its loop at such a point.
         waits_batches, waits_reads, waits_begun, waits_saves: the count when the rank last saw that
@@ -160,6 +162,7 @@ class RankRow(ctypes.Structure):
     device_peak: int
     device_limit: int
     call_over: int
+    has_raised: int
     passed_batches: int
     passed_reads: int
     passed_begun: int

@@ -125,10 +125,10 @@ def test_a_failure_ends_the_others_after_the_settle_window():
 def test_the_settle_window_lasts_until_every_rank_has_begun():
     ending = Ending(grace=10).failed(now=100)
     assert ending.next_stage(now=100.2, leaving=False, all_settle=True) is None
-    assert ending.next_stage(now=101.9, leaving=False, all_settle=False) is None
+    assert ending.next_stage(now=104.9, leaving=False, all_settle=False) is None
     assert ending.next_stage(now=100.3, leaving=False, all_settle=True) is Stage.TERMINATE
     # Not for ever.
-    assert ending.next_stage(now=102.0, leaving=False, all_settle=False) is Stage.TERMINATE
+    assert ending.next_stage(now=105.0, leaving=False, all_settle=False) is Stage.TERMINATE
 
 
 def test_the_settle_window_of_a_session_ends_in_an_interrupt():

@@ -243,6 +243,19 @@ class EngineContract:
         assert run.status == "failed"
         assert run.results == [None] * self.world_size
 
+    def test_an_error_whose_report_takes_long_is_told_too(self):
+        class BadBatch(Exception):
+            def __str__(self):
+                time.sleep(current().rank and 0.6)
+                return "bad batch"
+
+        def train(marker):
+            Path(marker).touch()
+            raise BadBatch
+
+        error, _ = self.fails(train)
+        assert error.ranks == [*range(self.world_size)]
+
     def test_a_rank_that_waits_for_one_that_has_returned(self):
         def train(marker):
             _join_group()

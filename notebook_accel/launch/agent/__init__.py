@@ -287,7 +287,10 @@ class Agent:
             leaving=all(map(self._is_reached, ranks)),
             # The connections of a killed process close before it can be reaped, and other ranks may
             # fail because of that: no other rank is blamed before it has ended.
-            all_settle=all(rank.has_started and rank.closed_at is None for rank in self._in_call()),
+            all_settle=all(
+                rank.has_started and not rank.row.has_raised and rank.closed_at is None
+                for rank in self._in_call()
+            ),
         )
         if stage is not None:
             self._enter_stage(stage)
