@@ -101,7 +101,8 @@ def logs(arguments: Sequence[str]) -> int:
             f"--rank {typed.rank}: run {run.id} has the ranks 0 to {run.world_size - 1}"
         )
     if not typed.follow or run.state.has_ended:
-        print(run.logs(typed.rank), end="")
+        text = run.logs(typed.rank)
+        print(text or f"run {run.id} of {run.name} has printed nothing\n", end="")
         return 0
     ranks = range(run.world_size) if typed.rank is None else [typed.rank]
     starts = {rank: run.state.ranks[rank].log_start or 0 for rank in ranks}

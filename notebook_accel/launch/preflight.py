@@ -36,6 +36,8 @@ _BYTES_OF_RANK = _GIB // 4
 _MAX_RANKS_OF_CORE = 4
 # Characters of a value in an error; of a longer one, its type.
 _MAX_SHOWN = 200
+# Set in each process that torchrun, ``accelerate launch`` or this package's launcher starts.
+_OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "NOTEBOOK_ACCEL_RUN")
 _INLINE = "otherwise take engine='inline', which runs the function in the notebook's own process"
 
 
@@ -137,6 +139,13 @@ def check_platform() -> None:
     """Raise an error if this system cannot start the processes of a run; start none."""
     if too_old := too_old_torch():
         raise LaunchError(too_old)
+    is_launched = not os.environ.keys().isdisjoint(_OF_LAUNCHERS)
+    if is_launched and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise LaunchError(
+            f"this process is rank {os.environ.get('RANK')} of {ranks} that a launcher started, "
+            "each of which would start ranks of its own: call the function itself here, or run the "
+            "script without the launcher, as python train.py"
+        )
     with held():  # an interrupt in it would leave a descriptor open
         check_open_files()
         is_supported = processes.supported()

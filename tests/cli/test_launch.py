@@ -22,6 +22,8 @@ from tests.engines.contract import BUSY
 from tests.ports import free_port
 from tests.waiting import eventually
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
 # Each command imports torch anew, and so does each of its ranks.
 pytestmark = pytest.mark.timeout(300)
 
@@ -94,8 +96,8 @@ def test_a_script_obeys_other_launchers(folder, in_notebook):
     said, found = losses(done)
     assert said == "2 FSDP bf16 1"
     assert found == pytest.approx(in_notebook, abs=0.01)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
-    assert losses(run(*torchrun, folder=folder)) == ("2 MULTI_CPU no 1", in_notebook)
+    done = run("-m", *TORCHRUN, "train.py", folder=folder)
+    assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
 
 
 @pytest.mark.long
@@ -120,6 +122,18 @@ def test_a_module_a_program_and_a_seed(folder):
     program = ("launch", *options, "--no_python", sys.executable, "tool.py", "3")
     assert notebook_accel(*program, folder=folder).returncode == 0
     assert (folder / "3-1").exists()
+
+
+def test_ranks_of_a_launcher_launch_no_ranks(folder):
+    (folder / "launches.py").write_text(
+        "from notebook_accel import notebook_launcher\n"
+        "notebook_launcher(print, ('trains',), num_processes=2)\n"
+    )
+    for launcher in (("notebook_accel", "launch", "--num_processes=2"), TORCHRUN):
+        done = run("-m", *launcher, "launches.py", folder=folder)
+        assert done.returncode == 1
+        assert "of 2 that a launcher started" in done.stderr
+        assert "trains" not in done.stdout
 
 
 def test_a_rank_that_fails_is_named(folder):

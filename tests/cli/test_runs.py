@@ -96,5 +96,6 @@ def test_what_no_run_is_called_is_refused(capsys):
     assert "there is no run 'no such'" in capsys.readouterr().err
     assert main(["logs", run.id, "--rank", "3"]) == 2
     assert "has the ranks 0 to 0" in capsys.readouterr().err
-    assert main(["logs"]) == 0
-    assert main(["logs", "-f"]) == 0
+    for command in (["logs"], ["logs", "-f"]):
+        assert main(command) == 0
+        assert capsys.readouterr().out == f"run {run.id} of <lambda> has printed nothing\n"

@@ -241,7 +241,10 @@ def as_bundle(
         colour = COLOURS.get(trial.status)
         style = ";".join(filter(None, (plain, colour and f"color:{colour}"))) or None
         parts = [element("td", number, style=plain), element("td", state, style=style)]
-        parts += [element("td", cell, style=plain) for cell in rest]
+        for column, cell in zip(head[2:], rest, strict=True):
+            # Full blocks would be the darkest thing of the page.
+            paler = "opacity:.55" if column == "curve" else None
+            parts.append(element("td", cell, style=";".join(filter(None, (plain, paler))) or None))
         is_picked = "true" if trial.number == picked else None
         name = number if is_live else None
         found.append(element("tr", *parts, data_n=name, aria_selected=is_picked))

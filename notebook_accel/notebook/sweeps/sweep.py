@@ -443,7 +443,8 @@ class Sweep:
         # While trials go on, the one in colour, which stands first.
         best = self._best_trial(so_far=bool(num_running or num_paused))
         if best is not None and best.newest is not None:
-            parts.append(f"best {self._metric} {wording.number(best.newest)} (trial {best.number})")
+            value = f"{self._metric} {wording.number(best.newest)}"
+            parts.append(f"best is trial {best.number} ({value})")
         return f"{self._name}: {', '.join(parts)}"
 
     def _notes(self) -> list[str]:
