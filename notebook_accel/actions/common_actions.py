@@ -213,9 +213,9 @@ class CommonActions:
             else:
                 text = (
                     f"{first.action.kind}: the ranks did not come to a common point within "
-                    f"{POINT_SECONDS:g} s: points are the batches of prepared loaders, or reads of "
-                    "accelerator.should_stop or should_save. Nothing was changed, and the training "
-                    "goes on"
+                    f"{POINT_SECONDS:g} s: points are batches of prepared loaders, steps of "
+                    "optimizers, or reads of accelerator.should_stop or should_save. Nothing was "
+                    "changed, and the training goes on"
                 )
                 self._withdraw(first, TimeoutError(text))
         elif refused := [one.refused for one in first.answers.values() if one.refused]:

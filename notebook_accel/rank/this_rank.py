@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -35,6 +36,10 @@ _DEVICE_SECONDS = 2.0
 _STEPS = 3
 # Different warnings that a rank reports in a call; its log has all.
 _MAX_WARNINGS = 50
+_NOT_READ = (
+    "nothing is saved so far: the function has not read accelerator.should_save, after which it "
+    "writes a checkpoint; one that begins with accelerator.resume_or_start(folder) needs no line"
+)
 # The longest pause between two looks at the device.
 _LOOK_SECONDS = 0.005
 
@@ -313,6 +318,9 @@ class LaunchedContext(RankContext):
         self.made_group = has_group
         self.lost_group = self.left_with_all = self.is_stepping = False
         self._grace = message.grace
+        # The optimizer that was stepped last without being prepared, and what frees its device.
+        self._plain: weakref.ref[Any] | None = None
+        self._off_device: Callable[[Any], AbstractContextManager[None]] | None = None
         self._step_seconds, self._step_began = 0.0, time.monotonic()
         # How many batches were given before the pass, and its length, as the board has them.
         self._pass: tuple[int, int | None] = (0, None)
@@ -471,6 +479,26 @@ class LaunchedContext(RankContext):
             found = device_memory() or DeviceMemory()
             row.device_memory, row.device_peak, row.device_limit = found
 
+    def begin_plain_step(
+        self, optimizer: Any, off_device: Callable[[Any], AbstractContextManager[None]]
+    ) -> None:
+        """Count the step of an optimizer in a call that has prepared nothing.
+
+        A step within another optimizer's step is none of its own.
+        """
+        # One that is known had an error in its last step, which the function has caught.
+        is_known = self._plain is not None and self._plain() is optimizer
+        is_outer = is_known or not self.is_stepping
+        if is_outer and self._training is None and self.is_own_process:
+            self._plain, self._off_device = weakref.ref(optimizer), off_device
+            self.begin_step()
+
+    def end_plain_step(
+        self, optimizer: Any, device_memory: Callable[[Any], DeviceMemory | None]
+    ) -> None:
+        if self.is_stepping and self._plain is not None and self._plain() is optimizer:
+            self.count_step(partial(device_memory, optimizer))
+
     @property
     def num_steps(self) -> int | None:
         row, training = self._row, self._newest_training()
@@ -528,8 +556,7 @@ class LaunchedContext(RankContext):
         self._did = number
         action = msgspec.msgpack.decode(self._board.content, type=wire.Action)
         if action.kind == "pause":
-            training = self._newest_training()
-            with training.off_device() if training else contextlib.nullcontext():
+            with self._devices_freed():
                 self._log("paused")
                 began = time.monotonic()
                 self._board.wait_in_pause(self.local_rank, number)
@@ -546,8 +573,18 @@ class LaunchedContext(RankContext):
             self.save_here()
         else:
             self._saves_at = self._row.batches, self._row.reads, self._row.begun
+            if self.rank == 0 and not self._row.saves:
+                self.notice(_NOT_READ)
         self._row.done = number
         return False
+
+    def _devices_freed(self) -> AbstractContextManager[None]:
+        if training := self._newest_training():
+            return training.off_device()
+        optimizer = self._plain() if self._plain else None
+        if optimizer is None or self._off_device is None:
+            return contextlib.nullcontext()
+        return self._off_device(optimizer)
 
     def _log(self, action: str) -> None:
         """Write what all ranks do here into the log, where rank 0 prints."""

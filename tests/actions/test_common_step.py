@@ -28,8 +28,11 @@ from tests.waiting import eventually
 SOON = 60.0
 
 
-def train(num_batches, *, fsdp=False, folder=None, is_slow=True):
-    """Train by a rate that a knob sets; return what happened at which batch, and the weights."""
+def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True):
+    """Train by a rate that a knob sets; return what happened at which batch, and the weights.
+
+    With ``plain``, by torch's own DDP, with nothing prepared.
+    """
 
     set_seed(3)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
@@ -40,7 +43,10 @@ def train(num_batches, *, fsdp=False, folder=None, is_slow=True):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     size = 2 * num_batches * accelerator.num_processes
     loader = torch.utils.data.DataLoader(torch.randn(size, 8), batch_size=2, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if plain:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     events = []
 
     def change(rate):
@@ -65,7 +71,7 @@ def train(num_batches, *, fsdp=False, folder=None, is_slow=True):
                 time.sleep(0.002 + 0.003 * accelerator.process_index)
     except RunStopped:
         events.append((batch, "stop", None))
-    weights = accelerator.get_state_dict(model)
+    weights = model.state_dict() if plain else accelerator.get_state_dict(model)
     return {"events": events, "rates": rates, "weights": weights, "steps": len(rates)}
 
 
@@ -83,21 +89,25 @@ def same(one, other):
 
 
 CASES = [
-    pytest.param("local", 2, False, 40, id="2 ranks"),
-    pytest.param("local", 2, True, 200, id="2 ranks of FSDP2", marks=pytest.mark.long),
-    pytest.param("local", 4, False, 200, id="4 ranks", marks=pytest.mark.long),
-    pytest.param(joined.NAME, 2, False, 200, id="2 agents", marks=pytest.mark.long),
-    pytest.param(joined.NAME, 4, True, 200, id="4 agents of FSDP2", marks=pytest.mark.long),
+    pytest.param("local", 2, {}, 40, id="2 ranks"),
+    pytest.param("local", 2, {"plain": True}, 40, id="2 ranks of plain DDP"),
+    pytest.param("local", 2, {"fsdp": True}, 200, id="2 ranks of FSDP2", marks=pytest.mark.long),
+    pytest.param("local", 4, {}, 200, id="4 ranks", marks=pytest.mark.long),
+    pytest.param(joined.NAME, 2, {}, 200, id="2 agents", marks=pytest.mark.long),
+    pytest.param(
+        joined.NAME, 2, {"plain": True}, 200, id="2 agents, plain", marks=pytest.mark.long
+    ),
+    pytest.param(joined.NAME, 4, {"fsdp": True}, 200, id="4 agents, FSDP2", marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("engine", "num_ranks", "fsdp", "num_actions"), CASES)
+@pytest.mark.parametrize(("engine", "num_ranks", "kind", "num_actions"), CASES)
 def test_all_ranks_do_random_actions_at_the_same_steps(
-    engine, num_ranks, fsdp, num_actions, monkeypatch
+    engine, num_ranks, kind, num_actions, monkeypatch
 ):
     monkeypatch.setitem(ENGINES, joined.NAME, joined.KIND)
     chance = random.Random(num_actions)
-    run = start(train, 100_000, ranks=num_ranks, engine=engine, kwargs={"fsdp": fsdp})
+    run = start(train, 100_000, ranks=num_ranks, engine=engine, kwargs=kind)
     trains(run)
     rates, num_saves = [], 0
     for _ in range(num_actions):

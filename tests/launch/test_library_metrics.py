@@ -1,18 +1,20 @@
 """What transformers, TRL, Lightning, fastai and a SummaryWriter log are metrics of the run.
 
-The functions are as public examples have them. What is not installed is skipped: `make
-test-libraries` installs all.
+They are saved, paused and stopped at a step as well. The functions are as public examples have
+them. What is not installed is skipped: `make test-libraries` installs all.
 """
 
 import csv
 import importlib.util
+import re
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import notebook_launcher
+from notebook_accel import RunStopped, notebook_launcher
 from notebook_accel.launch.worker.library_metrics import lightning_callbacks
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,7 +28,7 @@ def logged(run):
     return [(row["rank"], row["step"], row["name"], row["value"]) for row in run.metrics]
 
 
-def fine_tune(folder):
+def fine_tune(folder, epochs=2):
     from torch.utils.tensorboard import SummaryWriter
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -36,7 +38,7 @@ def fine_tune(folder):
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=4,
-        num_train_epochs=2,
+        num_train_epochs=epochs,
         logging_steps=1,
         eval_strategy="epoch",
         save_strategy="no",
@@ -82,7 +84,7 @@ def test_a_trainer_and_a_summary_writer(tmp_path):
     assert b"eval/loss" in written
 
 
-def fit(folder, has_logger):
+def fit(folder, has_logger, epochs=2):
     import lightning as L
     from lightning.pytorch.loggers import CSVLogger
 
@@ -109,7 +111,7 @@ def fit(folder, has_logger):
         accelerator="cpu",
         devices=2,
         strategy="ddp",
-        max_epochs=2,
+        max_epochs=epochs,
         log_every_n_steps=1,
         default_root_dir=folder,
         logger=CSVLogger(folder) if has_logger else False,
@@ -157,7 +159,7 @@ def test_lightning_gets_nothing_outside_of_ranks():
     assert lightning_callbacks() == []
 
 
-def learn(folder):
+def learn(folder, epochs=2):
     from fastai.basics import DataLoaders, Learner, accuracy
     from fastai.callback import progress  # noqa: F401  as fastai.vision.all imports it
     from fastai.losses import CrossEntropyLossFlat
@@ -170,7 +172,7 @@ def learn(folder):
         loaders, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=folder
     )
     before = learner.validate()
-    learner.fit(2, lr=0.1)
+    learner.fit(epochs, lr=0.1)
     learner.fit(1, lr=0.01)
     values = list(learner.recorder.values)
     assert len(before) == len(learner.validate()) == 2
@@ -237,3 +239,37 @@ def test_a_trainer_of_trl(tmp_path):
     assert found == losses
     assert len(losses) == 2
     assert "mean_token_accuracy" in {row["name"] for row in run.metrics}
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "num_ranks", "saved"),
+    [
+        pytest.param(fine_tune, (), 2, "checkpoint-*", marks=needs("transformers", "tensorboard")),
+        pytest.param(
+            fit, (False,), 2, "checkpoints/step=*", marks=[needs("lightning"), pytest.mark.long]
+        ),
+        pytest.param(learn, (), 1, "", marks=[needs("fastai"), pytest.mark.long]),
+    ],
+)
+def test_a_training_is_saved_paused_and_stopped_at_a_step(
+    function, args, num_ranks, saved, tmp_path
+):
+    run = notebook_launcher(
+        function,
+        (str(tmp_path), *args),
+        kwargs={"epochs": 100_000},
+        num_processes=num_ranks,
+        devices="cpu",
+        block=False,
+    )
+    eventually(lambda: bool(run.metrics), within=100, what="it trains")
+    run.save()
+    run.pause()
+    assert run.status == "paused"
+    run.go_on()
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait(60)
+    paused, goes_on = re.findall(r"(?:paused|goes on) \(step (\d+)\)", run.logs(0))
+    assert int(paused) == int(goes_on) > 0
+    assert not saved or len([*tmp_path.glob(saved)]) == 1

@@ -1,4 +1,4 @@
-"""Reports what libraries log to the notebook, as ``accelerator.log`` would.
+"""Reports what libraries log to the notebook, as ``accelerator.log`` would; "Save now" saves there.
 
 Nothing is imported for it. Each library is changed in the rank's process alone, once a rank has
 imported it, by what it offers itself:
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -61,6 +62,9 @@ def _follow_transformers(trainer: Any) -> None:
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
             if state.is_world_process_zero:
                 _report(logs or {}, state.global_step)
+
+        def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+            control.should_save |= this_rank.current().should_save()
 
         def __reduce__(self) -> tuple[Any, ...]:
             return trainer.TrainerCallback, ()  # outside of the ranks there is nothing to show
@@ -182,6 +186,10 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
                 _report(new, max(0, trainer.global_step - 1))
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if this_rank.current().should_save():
+                of = trainer.checkpoint_callback
+                folder = Path((of and of.dirpath) or trainer.default_root_dir)
+                trainer.save_checkpoint(folder / f"step={trainer.global_step}.ckpt")
             if trainer.global_step % trainer.log_every_n_steps == 0:
                 self.look(trainer, is_batch=True)
 

@@ -49,6 +49,7 @@ from notebook_accel.launch.worker import (
     flight_recorder,
     groups,
     library_metrics,
+    plain_steps,
     spawned,
     streams,
     torch_fixes,
@@ -427,6 +428,7 @@ def replace_libraries() -> None:
     bars.install()
     displays.install()
     library_metrics.install()
+    plain_steps.install()
     streams.report_warnings()
     spawned.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
