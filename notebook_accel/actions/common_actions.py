@@ -27,6 +27,7 @@ from notebook_accel.system.interrupts import held
 
 # So long an action may wait for ranks to come to its point.
 POINT_SECONDS = 30.0
+_BEING_STOPPED = "the run is being stopped"
 
 # An agent is known by the numbers of its ranks.
 Agent = tuple[int, ...]
@@ -85,6 +86,8 @@ class CommonActions:
         with held(), self._lock:
             if self._why_ended:
                 return ended(RuntimeError(self._why_ended))
+            if self._is_stopping:  # agents have one action at a time: it would replace the stop
+                return ended(RuntimeError(_BEING_STOPPED))
             if not [*self._agents()]:
                 return ended(RuntimeError(f"{action.kind}: no rank runs yet"))
             if self._pause and self._pause_over is None and action.kind != "set":
@@ -120,7 +123,7 @@ class CommonActions:
             waiting = [one for one in self._line if not one.number]
             self._line = [one for one in self._line if one.number]
             for asked in waiting:
-                _end(asked.done, RuntimeError("the run is being stopped"))
+                _end(asked.done, RuntimeError(_BEING_STOPPED))
 
     # ---- what the pool tells ------------------------------------------------------------------
 

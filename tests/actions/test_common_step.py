@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -239,6 +240,16 @@ def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path):
     with pytest.raises(RuntimeError, match="has ended"):
         run.set(rate=1)
     assert "5 is not between -inf and 1; it stays 0.1" in " ".join(run.state.notices)
+
+
+def test_what_is_asked_after_a_stop_is_refused_and_does_not_undo_it():
+    run = start(train, 100_000)
+    trains(run)
+    run.stop()
+    for ask in (run.pause, run.save, partial(run.set, lr=0.5)):
+        with pytest.raises(RuntimeError, match=r"is being stopped|has ended"):
+            ask()
+    assert [[what for _, what, _ in one["events"]] for one in run.wait()] == [["stop"], ["stop"]]
 
 
 def test_a_range_of_fractions_needs_a_default_that_is_one():
