@@ -480,7 +480,8 @@ def _changed_call(
         if name in single and name in made:
             raise ConfigError(
                 f"clone({name}=...): {name} is an argument of the function and one of its knobs; "
-                "give one of them another name"
+                f"clone without it and set the clone's knob, clone.set({name}=...), or give one of "
+                "them another name"
             )
         if name in made:
             knobs[name] = checked(made[name], value)

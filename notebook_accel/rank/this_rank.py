@@ -328,7 +328,7 @@ class LaunchedContext(RankContext):
         self._stepped: tuple[tuple[int, int | None], int] | None = None
         self._step_times: list[int] = []
         self._did = 0
-        self._saves_at: tuple[int, int, int] | None = None
+        self._save_is_due, self._saves_at = False, (0, 0, 0)
         self.resume_from, self.first_knobs = message.resume, message.knobs
         self.knobs, self.knobs_made, self.save_here = {**self.first_knobs}, {}, None
         self._warnings: set[str] = set()
@@ -537,16 +537,19 @@ class LaunchedContext(RankContext):
             )
 
     def should_save(self) -> bool:
-        row, acted = self._row, self._did
+        row = self._row
         if self._board.asked == self._did:
             row.passed_saves = row.saves = row.saves + 1
         else:
             row.saves += 1
             self._acts("saves")
-        if not (row.batches or row.reads or row.begun):
-            # Reads of it are the only points of this function: each is a step of its own.
-            return self._did != acted and self._saves_at is not None
-        return self._saves_at == (row.batches, row.reads, row.begun)
+        here = row.batches, row.reads, row.begun
+        if self._save_is_due:
+            # At the first read since: a validation, which came to the point, may read nothing.
+            self._save_is_due, self._saves_at = False, here
+            return True
+        # Where reads of it are the only points, each is a step of its own.
+        return self._saves_at == here and any(here)
 
     def _acts(self, counter: str) -> bool:
         """Do what is asked, if this is the point; return whether that is a stop."""
@@ -572,7 +575,7 @@ class LaunchedContext(RankContext):
         elif self.save_here is not None:
             self.save_here()
         else:
-            self._saves_at = self._row.batches, self._row.reads, self._row.begun
+            self._save_is_due = True
             if self.rank == 0 and not self._row.saves:
                 self.notice(_NOT_READ)
         self._row.done = number

@@ -242,6 +242,30 @@ def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path):
     assert "5 is not between -inf and 1; it stays 0.1" in " ".join(run.state.notices)
 
 
+def validates(folder):
+    """Return the batches of the training at which a save is due that a validation has met."""
+    accelerator = Accelerator(cpu=True)
+    loader, other = accelerator.prepare(*[torch.utils.data.DataLoader(range(8)) for _ in "ab"])
+    accelerator.knob("lr", 0.1)
+    due = []
+    for epoch in range(2):
+        for batch, _ in enumerate(loader):
+            due += [(epoch, batch) for _ in range(2) if accelerator.should_save]
+        while not (folder / "saved").exists():
+            (folder / "validates").touch()
+            for _ in other:
+                time.sleep(0.01)
+    return due
+
+
+def test_a_save_in_a_validation_is_due_at_the_next_step_of_the_training(tmp_path):
+    run = start(validates, tmp_path)
+    eventually((tmp_path / "validates").exists, within=SOON, what="it validates")
+    run.save()
+    (tmp_path / "saved").touch()
+    assert run.wait().results == [[(1, 0), (1, 0)]] * 2
+
+
 def test_what_is_asked_after_a_stop_is_refused_and_does_not_undo_it():
     run = start(train, 100_000)
     trains(run)
