@@ -149,13 +149,15 @@ class World:
     def _ask(self, number):
         kind = self.chance.choice(["set", "set", "save", "pause"])
         action = wire.Action(kind=kind, values={"x": number} if kind == "set" else {})
-        self.asked.append((action, self.actions.ask(action)))
+        done = self.actions.ask(action)
+        assert not self.stops or "is being stopped" in str(done.exception())
+        self.asked.append((action, done))
 
     def _someone_asks(self, number):
         what = self.chance.random()
         if self.is_paused and what < 0.5:
             self.actions.go_on()
-        elif what < 0.6 and not self.stops:
+        elif what < 0.6:
             self._ask(number)
         elif what < 0.9:
             self.now += POINT_SECONDS
