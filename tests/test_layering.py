@@ -34,7 +34,9 @@ MAY_IMPORT = {
     "actions": "errors system wire",
     "rank": "errors actions wire",
     "launch": "errors actions config private rank system tpu wire",
-    "training": "errors tpu config.checks config.plugins config.setting private rank wire",
+    "training": (
+        "errors tpu config.checks config.plugins config.setting private rank system.interrupts wire"
+    ),
     "render": "errors launch",
     "notebook": "errors actions config launch private rank render system wire",
     "cli": "errors config launch system training wire",

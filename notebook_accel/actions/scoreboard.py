@@ -142,6 +142,7 @@ class RankRow(ctypes.Structure):
             an action is asked, and waited to learn where.
         did, done: number of the last action that the rank has begun, and ended; a pause counts as
             ended once the rank waits.
+        paused: 1 in a pause, also while the training leaves the device and comes back.
         leaving: 1 once a polite stop has reached the rank, so that it ends by itself: its loop was
             ended at a batch or a step, or its function has read ``should_stop`` since the stop was
             asked, and decides itself when to return.
@@ -343,10 +344,6 @@ class Scoreboard:
         return number
 
     def wait_in_pause(self, local_rank: int, number: int) -> None:
-        row = self.row(local_rank)
-        row.paused, row.done = 1, number
-        try:
-            while self._view[_GO_ON] < number:
-                time.sleep(_PAUSE_POLL_SECONDS)
-        finally:
-            row.paused = 0
+        self.row(local_rank).done = number
+        while self._view[_GO_ON] < number:
+            time.sleep(_PAUSE_POLL_SECONDS)

@@ -559,11 +559,16 @@ class LaunchedContext(RankContext):
         self._did = number
         action = msgspec.msgpack.decode(self._board.content, type=wire.Action)
         if action.kind == "pause":
-            with self._devices_freed():
-                self._log("paused")
-                began = time.monotonic()
-                self._board.wait_in_pause(self.local_rank, number)
-                self._step_began += time.monotonic() - began
+            # Also while the state is moved: of a large one that takes longer than most steps, and a
+            # stop must not take the rank for stuck.
+            self._row.paused, began = 1, time.monotonic()
+            try:
+                with self._devices_freed():
+                    self._log("paused")
+                    self._board.wait_in_pause(self.local_rank, number)
+            finally:
+                self._row.paused = 0
+            self._step_began += time.monotonic() - began
             self._log("goes on")
             return False
         self._log(", ".join(f"{name}={value!r}" for name, value in action.values.items()) or "save")

@@ -5,8 +5,10 @@ import time
 import pytest
 import torch
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, set_seed
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, RunStopped, set_seed, wire
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.run import call_of
+from notebook_accel.launch.view import View
 from tests.accelerator.ranks import RANKS
 from tests.launches import launch
 from tests.waiting import eventually
@@ -71,3 +73,52 @@ def test_ten_pauses_free_the_device_and_change_nothing(kind):
         # DDP's own buckets, one model's size, are nobody's to take from it.
         buckets = 0 if kind == "FSDP2" else 4 * 4 * (512 * 512 + 512)
         assert min(held) <= 0.1 * max(held) + buckets
+
+
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    return model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def train_what_is_slow_to_move(method):
+    """Train a model whose state moves as slowly, by this method of tensors, as a large one's."""
+    accelerator = Accelerator()
+    loader = torch.utils.data.DataLoader(torch.ones(100_000, 64), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(*made(), loader)
+    plain = getattr(torch.Tensor, method)
+
+    def slow(tensor, *args):
+        if tensor.dtype == torch.uint8:  # the memory as it is
+            time.sleep(0.3)
+        return plain(tensor, *args)
+
+    setattr(torch.Tensor, method, slow)
+    for inputs in loader:
+        accelerator.backward((model(inputs) - 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("method", "press"), [("cpu", "interrupt"), ("copy_", "interrupt"), ("copy_", "stop")]
+)
+def test_the_training_is_kept_where_the_run_ends_while_its_state_is_moved(method, press):
+    config = LaunchConfig(num_processes=RANKS)
+    run = launch(train_what_is_slow_to_move, (method,), config=config, view=View(), block=False)
+    eventually(lambda: all(rank.steps for rank in run.state.ranks), within=SOON, what="it trains")
+    pausing = call_of(run).act(wire.Action(kind="pause"))
+    if method == "copy_":
+        pausing.result(SOON)
+    else:
+        time.sleep(1)
+    call_of(run).press(1) if press == "interrupt" else run.stop()
+    with pytest.raises(RunStopped):
+        run.wait(SOON)
+    model, optimizer = made()
+    for _ in range(run.rescued.step):
+        (model(torch.ones(2, 64)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(run.rescued.weights[0][name], value, atol=1e-4), name

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
+from notebook_accel.system.interrupts import held
 from notebook_accel.training.collectives.nested import leaves, num_bytes
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.devices import device_module
@@ -204,15 +205,16 @@ def off_device(
     """Move weights, gradients, buffers and optimizer states to the host within the block.
 
     The tensors stay the objects that they are: only the memory behind them is given back. What lies
-    on the host already stays there.
+    on the host already stays there. An interrupt is raised where all lies in one place: what is
+    trained is rescued after it.
     """
     kind = device.type
     if kind in ("cpu", "xla"):
         yield
         return
-    held = [[*model.parameters(), *model.buffers()] for model in models]
+    placed = [[*model.parameters(), *model.buffers()] for model in models]
     states = [[one.param_groups, [*one.state.values()]] for one in optimizers]
-    tensors = [one for one in leaves([held, states]) if isinstance(one, torch.Tensor)]
+    tensors = [one for one in leaves([placed, states]) if isinstance(one, torch.Tensor)]
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     # Not by a check for DTensor: its import takes a second, for sharded training alone.
     local = (getattr(one, "to_local", one.detach)().untyped_storage() for one in tensors)
@@ -220,17 +222,19 @@ def off_device(
     module = device_module(kind)
     module.synchronize()
     copies = []
-    for storage in {one.data_ptr(): one for one in on_device}.values():
-        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        copies.append((storage, storage.nbytes(), view.cpu()))
-        del view
-        storage.resize_(0)
-    module.empty_cache()
     try:
+        with held():
+            for storage in {one.data_ptr(): one for one in on_device}.values():
+                view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                copies.append((storage, storage.nbytes(), view.cpu()))
+                del view
+                storage.resize_(0)
+            module.empty_cache()
         yield
     finally:
-        while copies:
-            storage, size, copy = copies.pop()
-            storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
-        module.synchronize()
+        with held():
+            while copies:
+                storage, size, copy = copies.pop()
+                storage.resize_(size)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+            module.synchronize()
