@@ -281,6 +281,22 @@ def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goe
     assert [run.results for run in found] == [[0.1], [0.2]]
 
 
+def test_stop_all_does_not_interrupt_a_pruned_trial_that_still_writes_what_it_has():
+    class AtOnce(optuna.pruners.BasePruner):
+        def prune(self, _study, trial):
+            return trial.last_step >= 1
+
+    def saves(lr):
+        assert train(lr, steps=1_000, seconds=0.05) == lr
+        time.sleep(1)
+        return "saved"
+
+    found = on_cpu(saves, {"lr": [0.1]}, metric="loss", pruner=AtOnce(), block=False)
+    eventually(lambda: [run.status for run in found] == ["stopping"], what="it is pruned")
+    found.stop()
+    assert found.wait(SOON).runs[0].results == ["saved"]
+
+
 def test_where_host_memory_is_short_a_trial_begins_once_the_one_before_has_ended(monkeypatch):
     no_memory = psutil.virtual_memory()._replace(available=0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: no_memory)

@@ -369,12 +369,12 @@ class Sweep:
         if pausing is not None and pausing.done():
             trial.pausing = None
             if pausing.exception() is None:
-                trial.is_paused = True
+                trial.is_paused = trial.run.status == "paused"  # not where it was stopped meanwhile
             elif not all(rank.has_ended for rank in trial.run.state.ranks):
                 trial.turns = self._rounds
                 why = one_line(str(pausing.exception()), 200)
                 self._said = f"trial {trial.number} could not be paused: {why}"
-        elif pausing is None and trial.has_had_its_turn() and not trial.pruned:
+        elif pausing is None and trial.run.status == "running" and trial.has_had_its_turn():
             trial.end_turn()
             if self._arguments.has_more or self._paused:
                 trial.pausing = call_of(trial.run).act(wire.Action(kind="pause"))

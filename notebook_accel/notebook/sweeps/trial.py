@@ -179,8 +179,10 @@ class Trial:
     def end(self, *, at_once: bool = False) -> None:
         """Ask the run to stop, or kill it, unless it has ended."""
         with contextlib.suppress(OSError):
-            if not self.has_ended:
-                self.run.kill() if at_once else self.run.stop()
+            if at_once and not self.has_ended:
+                self.run.kill()
+            elif self.run.status in ("starting", "running", "paused"):  # a second one interrupts
+                self.run.stop()
 
 
 def in_a_line(traceback: str, message: str) -> str:
