@@ -491,7 +491,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: what is done, by a word of ``rank/this_rank.py`` (``_acts``).
-        folder: where a save goes; "" leaves that to the function.
+        folder: where the state for a clone goes, or that of a save which the function leaves to us.
     """
 
     kind: str

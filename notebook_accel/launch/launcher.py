@@ -40,7 +40,7 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.payload import PackedCall, Registry, pack_call
 from notebook_accel.launch.preflight import look_at_machine
 from notebook_accel.launch.rank_environment import rank_environment
-from notebook_accel.launch.run import Run, call_of, raise_error, save_to
+from notebook_accel.launch.run import Run, call_of, raise_error, save_for_clone
 from notebook_accel.launch.setup import pack_step, states
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
@@ -578,7 +578,7 @@ def folder_for_clone(run: Run) -> str:
     if run.status == "paused":
         raise ConfigError(f"{run.name} is paused: run.go_on() first, or clone it without warm=True")
     folder = run.log_dir / f"warm-{secrets.token_hex(4)}"
-    save_to(run, folder)
+    save_for_clone(run, folder)
     if not folder.is_dir():
         raise ConfigError(f"{run.name} has prepared no model yet, with which a clone could begin")
     return str(folder)
@@ -604,8 +604,9 @@ def _folder_of(run: Run) -> str:
         why = "It goes on, and has written no checkpoint: run.stop() it, or run.save()"
     else:
         why = (
-            "It wrote no checkpoint, and was not stopped while it trained prepared models (a "
-            "function that reads should_stop returns by itself): save_state() or "
-            "resume_or_start() keeps one"
+            "It wrote no checkpoint by an Accelerator (a Trainer goes on from its own: "
+            "trainer.train(resume_from_checkpoint=True)), and was not stopped while it trained "
+            "prepared models (a function that reads should_stop returns by itself): save_state() "
+            "or resume_or_start() keeps one"
         )
     raise ConfigError(f"{run.name} left nothing to go on from. {why}{lost}")

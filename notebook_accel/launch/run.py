@@ -424,10 +424,11 @@ class Run:
             self._await(asked)
 
     def save(self) -> None:
-        """Have ``accelerator.should_save`` be True on all ranks at one step; return when it is.
+        """Have all ranks save at one step; return when they have, or know that they are to.
 
-        If the function has called ``resume_or_start``, the checkpoint is written at that step, and
-        this method returns when it is written.
+        If the function has called ``resume_or_start``, the checkpoint is written there, else
+        ``accelerator.should_save`` is True at that step. For a function that does not read it, the
+        checkpoint goes into the folder ``saved`` of ``log_dir``: ``resume=run`` goes on from it.
 
         Raises:
             RuntimeError: as :meth:`set`, or the run is paused.
@@ -436,7 +437,7 @@ class Run:
         Example:
             >>> run.save()  # doctest: +SKIP
         """
-        self._await(self._call.act(wire.Action(kind="save")))
+        self._await(save_now(self))
 
     def pause(self) -> None:
         """Have all ranks wait at the same step; return when they do, or do already.
@@ -688,9 +689,14 @@ def request_of(run: Run) -> LaunchRequest | None:
     return run._request
 
 
-def save_to(run: Run, folder: Path) -> None:
+def save_now(run: Run) -> Future[None]:
+    """Have all ranks save at a common step; the future says when they have."""
+    return call_of(run).act(wire.Action(kind="save", folder=str(run.log_dir / "saved")))
+
+
+def save_for_clone(run: Run, folder: Path) -> None:
     """Have all ranks write a checkpoint at a common step; return when it is written."""
-    run._await(run._call.act(wire.Action(kind="save", folder=str(folder))))
+    run._await(call_of(run).act(wire.Action(kind="clone", folder=str(folder))))
 
 
 def call_of(run: Run) -> Call:

@@ -27,7 +27,7 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_state import RunState
 from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import clone_run
-from notebook_accel.launch.run import Run, call_of, request_of
+from notebook_accel.launch.run import Run, call_of, request_of, save_now
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import start_thread
 from notebook_accel.notebook.widgets import PanelWidgets
@@ -36,8 +36,8 @@ from notebook_accel.render.markup import element, join, shorten
 from notebook_accel.wire import KnobMade
 
 _SAVE_TOOLTIP = (
-    "accelerator.should_save is True on all ranks at the same step; after resume_or_start the "
-    "checkpoint is written there"
+    "All ranks save at the same step: the function, if it reads accelerator.should_save; else a "
+    "checkpoint is written, into the folder of resume_or_start or of the run"
 )
 _PAUSE_TOOLTIP = "All ranks wait at the same step, and the devices are free, until Go on"
 _WAITS = "the ranks have this value until they take the new one at a common step"
@@ -108,8 +108,7 @@ class Controls:
     # ---- clicks, which may come from any thread: they ask, and the next drawing shows it ----
 
     def _on_save(self) -> None:
-        act = call_of(self._run).act
-        self._saving = self._ask("Save now", partial(act, wire.Action(kind="save")))
+        self._saving = self._ask("Save now", partial(save_now, self._run))
 
     def _on_pause(self) -> None:
         call, is_paused = call_of(self._run), self._run.status == "paused"

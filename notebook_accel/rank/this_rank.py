@@ -84,8 +84,8 @@ class Training(Protocol):
     def resume(self) -> None:
         """Load the checkpoint with which the call begins."""
 
-    def save(self, folder: str) -> None:
-        """Write a checkpoint; all ranks call it."""
+    def save(self, folder: str, *, unless: bool) -> str:
+        """Write a checkpoint, unless some rank says not to, and say so; all ranks call it."""
 
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
@@ -571,17 +571,20 @@ class LaunchedContext(RankContext):
             self._step_began += time.monotonic() - began
             self._log("goes on")
             return False
-        self._log(", ".join(f"{name}={value!r}" for name, value in action.values.items()) or "save")
+        values = (f"{name}={value!r}" for name, value in action.values.items())
+        self._log(", ".join(values) or action.kind)
         if action.kind == "set":
             self.set_knobs(action.values)
-        elif action.folder:
-            if training := self._newest_training():
-                training.save(action.folder)
-        elif self.save_here is not None:
+        elif action.kind == "save" and self.save_here is not None:
             self.save_here()
         else:
-            self._save_is_due = True
-            if self.rank == 0 and not self._row.saves:
+            is_save = action.kind == "save"
+            self._save_is_due = self._save_is_due or is_save
+            if training := self._newest_training():
+                said = training.save(action.folder, unless=is_save and self._row.saves > 0)
+                if is_save and said:
+                    self.notice(said)
+            elif is_save and self.rank == 0 and not self._row.saves:
                 self.notice(_NOT_READ)
         self._row.done = number
         return False

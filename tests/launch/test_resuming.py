@@ -234,7 +234,12 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path):
             folder_to_resume(source)
 
 
-def learn(rate=0.01, folder="", **others):
+def keep_own_file(models, weights, folder):
+    weights.clear()
+    torch.save(models[0].state_dict(), f"{folder}/own.pt")
+
+
+def learn(rate=0.01, folder="", has_hooks=False, **others):
     """Train until a knob says so; return the loss before each step, and where it began."""
 
     set_seed(3)
@@ -243,6 +248,11 @@ def learn(rate=0.01, folder="", **others):
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     loader = torch.utils.data.DataLoader(torch.randn(10_000, 8), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if has_hooks:
+        accelerator.register_save_state_pre_hook(keep_own_file)
+        accelerator.register_load_state_pre_hook(
+            lambda models, folder: models.pop().load_state_dict(torch.load(f"{folder}/own.pt"))
+        )
     pause = accelerator.knob("pause", 0.01, low=0.0, high=1.0)
     steps = accelerator.knob("steps", 100_000)
     start = accelerator.resume_or_start(folder) if folder else None
@@ -287,6 +297,34 @@ def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path):
     assert again.wait()[0]["start"].step == run.state.ranks[0].steps
     twin = start(function=learn, kwargs={"pause_": 0}, knobs={"steps": begun + 1})
     assert twin[0]["losses"][begun] == first["losses"][0]
+
+
+def test_save_now_saves_a_function_that_does_not_ask_and_a_launch_goes_on_from_it():
+    run = learning()
+    with pytest.raises(ConfigError, match=r"run\.stop\(\) it, or run\.save\(\)"):
+        folder_to_resume(run)
+    run.save()
+    eventually(lambda: run.state.notices, what="the line that says where")
+    saved = str(run.log_dir / "saved")
+    assert run.state.notices == (f"saved in {saved}",)
+    done = run.state.ranks[0].steps
+    run.save()  # replaces it
+    assert folder_to_resume(run) == saved
+    again = start(function=learn, kwargs={"folder": saved}, knobs={"steps": 1}, resume=saved)
+    assert again[0]["start"].step >= done > 5
+    run.set(steps=1)
+    assert run.wait().status == "succeeded"
+
+
+def test_what_a_stop_left_is_loaded_without_hooks_that_no_save_has_called():
+    run = learning(has_hooks=True)
+    run.stop()
+    assert run.results == [None, None]
+    asked = {"function": learn, "knobs": {"steps": 1}, "resume": folder_to_resume(run)}
+    first, second = (start(kwargs={"has_hooks": hooks}, **asked) for hooks in (True, False))
+    assert first[0]["losses"] == second[0]["losses"]
+    assert "load hooks are not called" in " ".join(first.state.notices)
+    assert "hooks" not in " ".join(second.state.notices)
 
 
 def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing():

@@ -235,9 +235,9 @@ class Checkpoints:
             if known.made is None:
                 known.made = settings_of(known.optimizer)
         models = [known.inner for known in self._prepared.models]
-        for hook in tuple(self.load_hooks.values()):
-            hook(models, str(folder))
         options = load_kwargs or {}
+        for hook in self._hooks_for(folder, options):
+            hook(models, str(folder))
         if not self._strategy.read_own(folder, own_options or {}, strict=strict):
             self._read_trained(models, folder, options, strict=strict)
         self._load_stateful(folder, options)
@@ -246,6 +246,16 @@ class Checkpoints:
             known.drop_gradients()  # from before the load
         if input_dir is None:
             self.numbering.follow(asked)
+
+    def _hooks_for(self, folder: Path, options: dict[str, Any]) -> tuple[Callable[..., None], ...]:
+        if not self.load_hooks or not start.is_of_stop(folder, options):
+            return tuple(self.load_hooks.values())
+        notice_once(
+            "no hooks",
+            f"{folder} is of a stop, which no save hook has seen: load hooks are not called, and "
+            "what they restore beside the models (an average of weights, say) begins anew",
+        )
+        return ()
 
     def _read_trained(
         self, models: Sequence[Module], folder: Path, options: dict[str, Any], *, strict: bool

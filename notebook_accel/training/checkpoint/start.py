@@ -163,6 +163,11 @@ def has_save_id(folder: Path, save_id: str) -> bool:
     return False
 
 
+def is_of_stop(folder: Path, options: dict[str, Any]) -> bool:
+    """Return whether a checkpoint is what a stopped run left, and no save."""
+    return (read_random_states(folder, 0, options) or {}).get(SAVE_ID, "") is None
+
+
 def read_progress(states: Mapping[str, Any]) -> tuple[Start, int | None, list[int]]:
     """Return start, loader and steps as they were saved; another library's file gives the start."""
     found: dict[str, Any] = states.get(_KEY, {})

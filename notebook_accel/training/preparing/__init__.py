@@ -24,9 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.rank.this_rank import current
+from notebook_accel.training.collectives import gather_object
 from notebook_accel.training.collectives.nested import num_bytes
 from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.loaders import PreparedLoader
@@ -261,8 +262,16 @@ class Preparation:
             raise ConfigError("resume=: the Accelerator is gone; keep it in a variable")
         checkpoints.resume_launch(is_asked=False)
 
-    def save(self, folder: str) -> None:
-        self.checkpoints().save(folder, safe=True)
+    def save(self, folder: str, *, unless: bool) -> str:
+        # Some functions read `should_save` on one rank alone.
+        if any(gather_object([unless])):
+            return ""
+        try:
+            if (checkpoints := self.checkpoints()) is None:
+                raise NotebookAccelError("the Accelerator is gone; keep it in a variable")
+            return f"saved in {checkpoints.save(folder, safe=True)}"
+        except (NotebookAccelError, OSError) as error:  # the training can go on without it
+            return f"nothing was saved: {error}"
 
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[RankPart]:
         """Yield this rank's training state in alternative forms, the most complete first.
