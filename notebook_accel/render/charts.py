@@ -282,7 +282,7 @@ def chart(
         num_charts: so many share the bytes of a message.
         is_live: it is drawn anew all the time, at which the browser's own ``title`` vanishes, and
             an image would blink.
-        marks: changes of knobs, as (step, name, value), which a live chart has.
+        marks: changes of knobs, as (step, name, value).
     """
     curves = dict(islice(curves.items(), _MAX_TOGETHER // num_charts))
     most = _MAX_POINTS_SHARED if len(curves) > 2 else _MAX_POINTS_OF_TWO
@@ -297,13 +297,14 @@ def chart(
     share, left = f"{99.9 / columns:.2f}%", f"{drawn.left}px"
     ends = [wording.count(drawn.first)] if drawn.first != drawn.last else []
     ends.append(f"step {wording.count(drawn.last)}")
+    changes = {}
+    for step, name, value in marks:
+        text = f"step {wording.count(step)}: {shorten(name, 40)} = {wording.number(value)}"
+        if drawn.first <= step <= drawn.last:
+            changes[text] = f"{_share(step, drawn.first, drawn.last):.1%}"
     if is_live:
         hover = [element("i", data_said=text) for text in texts]
-        for step, name, value in marks:
-            text = f"step {wording.count(step)}: {shorten(name, 40)} = {wording.number(value)}"
-            if drawn.first <= step <= drawn.last:
-                place = f"left:{_share(step, drawn.first, drawn.last):.1%}"
-                hover.append(element("u", data_said=text, style=place))
+        hover += [element("u", data_said=text, style=f"left:{x}") for text, x in changes.items()]
         steps = f"{drawn.first:.0f} {drawn.last:.0f}"
         return element(
             "div",
@@ -316,9 +317,15 @@ def chart(
         )
     # Over the image: what lies inside of one hears no mouse.
     hover = [element("span", title=text, style=f"flex:1 0 {share}") for text in texts]
+    at_mark = "position:absolute;top:0;bottom:0;width:7px;margin-left:-3px"
+    hover += [
+        element("span", title=text, style=f"{at_mark};left:{x}") for text, x in changes.items()
+    ]
     heights = {"top": _TOP * _BOX / _HEIGHT, "middle": _BOX / 2, "bottom": _BOTTOM * _BOX / _HEIGHT}
     lines = (element("line", x2="100%", y1=f"{y:.1f}", y2=f"{y:.1f}") for y in heights.values())
     grid = element("g", *lines, stroke=_GREY, opacity=0.35)
+    ends_y = {"y1": f"{heights['top']:.1f}", "y2": f"{heights['bottom']:.1f}", "stroke": "#b7791f"}
+    marked = [element("line", x1=x, x2=x, **ends_y) for x in changes.values()]
     labels = [
         _text(text, drawn.left - 6, heights[at] + 4, "end") for at, text in drawn.labels.items()
     ]
@@ -330,7 +337,12 @@ def chart(
     return element(
         "div",
         _picture(labels, alt="", width=drawn.left, style=f"width:{left}"),
-        _picture([grid, box, *captions], alt=alt, width=_WIDTH, style=f"width:calc(100% - {left})"),
+        _picture(
+            [grid, *marked, box, *captions],
+            alt=alt,
+            width=_WIDTH,
+            style=f"width:calc(100% - {left})",
+        ),
         element("div", *hover, style=f"{place};display:flex;flex-wrap:wrap"),
         style="position:relative;white-space:nowrap;line-height:0",
     )

@@ -58,6 +58,16 @@ def test_a_chart_is_an_image_with_labels():
     assert titles[0] == "step 1: 0.5"
 
 
+def test_a_saved_chart_keeps_the_marks_of_knobs():
+    curve = [(float(step), 1.0 / (step + 1)) for step in range(51)]
+    marks = [(10.0, "lr", 0.01), (60.0, "lr", 0.1)]  # the second one is in no step that is drawn
+    markup = chart({"": curve}, alt="loss", marks=marks)
+    upright = [line.get("x1") for line in tags(image_of(markup), "line") if line.get("x1")]
+    assert upright == ["20.0%"]
+    titles = [value for name, value in Tags(markup).attributes if name == "title"]
+    assert [title for title in titles if "lr" in title] == ["step 10: lr = 0.01"]
+
+
 def test_a_line_has_a_gap_where_a_value_is_not_finite():
     points = [(float(x), float(x)) for x in range(10)]
     points[4] = (4.0, math.nan)
