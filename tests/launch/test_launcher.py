@@ -419,6 +419,22 @@ def test_a_second_stop_interrupts_a_long_step(tmp_path):
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["interrupted"] * 2
 
 
+def test_ranks_that_exit_because_of_their_interrupt_were_stopped(tmp_path):
+    def leaves(path):  # as Lightning's Trainer does
+        try:
+            path.touch()
+            time.sleep(600)
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    run = on_cpu(leaves, tmp_path / "began", block=False)
+    eventually((tmp_path / "began").exists, what="the function runs")
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait()
+    assert {rank.status for rank in run.state.ranks} == {"stopped"}
+
+
 def test_times_that_are_none_end_no_run():
     run = on_cpu(time.sleep, 600, n=1, block=False)
     for value in ("3", -1, float("nan"), True, [1]):

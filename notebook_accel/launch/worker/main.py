@@ -596,7 +596,9 @@ def _classify(error: BaseException) -> tuple[str, int]:
     """Return the ``kind`` of the error for ``wire.Raised``, and the process's exit code."""
     if isinstance(error, RunStopped):
         return "stopped", 0
-    if isinstance(error, KeyboardInterrupt):
+    # Lightning's Trainer answers an interrupt by sys.exit(1).
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(cause, KeyboardInterrupt) and not _is_success(error):
         return "interrupted", 130
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
