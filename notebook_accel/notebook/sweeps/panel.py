@@ -235,7 +235,8 @@ def as_bundle(
     That of the live panel is drawn by its style sheets, and has the rows that it has room for.
     """
     head, *body = cells = rows(trials, metric) or [[]]
-    plain = None if is_live else "white-space:nowrap;text-align:left"
+    # In a page that was reloaded it is a widget, whose tables have no padding of their own.
+    plain = None if is_live else "white-space:nowrap;text-align:left;padding:6px"
     found, room = [], _LIVE_BYTES if is_live else math.inf
     for trial, (number, state, *rest) in zip(trials, body, strict=False):
         colour = COLOURS.get(trial.status)
