@@ -5,7 +5,14 @@ import time
 import pytest
 import torch
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, RunStopped, set_seed, wire
+from notebook_accel import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    RunStopped,
+    set_seed,
+    sweep,
+    wire,
+)
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view import View
@@ -122,3 +129,35 @@ def test_the_training_is_kept_where_the_run_ends_while_its_state_is_moved(method
         optimizer.zero_grad()
     for name, value in model.state_dict().items():
         assert torch.allclose(run.rescued.weights[0][name], value, atol=1e-4), name
+
+
+def trial(lr):
+    accelerator = Accelerator()
+    loader = torch.utils.data.DataLoader(torch.ones(4_000, 64), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(*made(), loader)
+    for step, inputs in enumerate(loader):
+        accelerator.log({"loss": lr}, step=step)
+        accelerator.backward((model(inputs) - 1).square().mean())
+        optimizer.step()
+        time.sleep(0.01)
+
+
+def test_stop_all_brings_the_paused_trials_of_a_device_back_one_after_the_other(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    asked = {"metric": "loss", "rounds": 100, "view": "none", "block": False}
+    found = sweep(trial, {"lr": [0.1, 0.2, 0.3, 0.4]}, devices=(0,), **asked)
+    states = lambda: sorted(run.status for run in found)  # noqa: E731
+    all_began = ["paused", "paused", "paused", "running"]
+    eventually(lambda: states() == all_began, within=SOON, what="each has had a turn")
+    found.stop()
+    most = 0
+    while any(not run.state.has_ended for run in found):
+        there = [run for run in found if not run.state.has_ended and run.status != "paused"]
+        most = max(most, len(there))
+        time.sleep(0.001)
+    found.wait(SOON)
+    assert most == 1, "there may be room for one"
+    assert states() == ["stopped"] * 4
+    assert all(run.rescued is not None for run in found)

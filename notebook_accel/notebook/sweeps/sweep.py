@@ -271,9 +271,10 @@ class Sweep:
                 trial.asked = None  # it may be Optuna that has failed
         self._arguments.close(at_once=True)
         try:
-            for trial in [*self._running, *self._paused]:
+            for trial in self._running:
                 trial.end()
             while self._running or self._paused:
+                self._end_paused()
                 self._wait_for_an_end()
                 self._look()
             if not self._stop_asked.is_set():
@@ -283,6 +284,16 @@ class Sweep:
         finally:
             self._folder.let_go()
             self._ended.set()
+
+    def _end_paused(self) -> None:
+        """End the paused trials that come back to devices on which none of this sweep is."""
+        used = {device for trial in self._running for device in trial.run.state.devices}
+        for trial in self._paused:
+            devices = trial.run.state.devices
+            if used.isdisjoint(devices):
+                used.update(devices)
+                trial.is_paused = False
+                trial.end()
 
     def _wait_for_an_end(self) -> None:
         """Wait until a trial has ended, or the next look is due."""
