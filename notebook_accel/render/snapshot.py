@@ -257,9 +257,8 @@ def _notices(state: RunState, with_output: bool) -> Markup:
         # By its id the run is found in any cell, also after another launch or a restart.
         code = f"{run_list.expression(state.run)}.rescued"
         copy = copy_button(code, style=_BUTTON) if is_kept else ""
-        lines.append(
-            element("div", f"{'✓' if is_kept else '⚠'} {shorten(text, _MAX_NOTICE)}", copy)
-        )
+        sign = "✓" if text.startswith((RESCUED, "saved in ")) else "⚠"
+        lines.append(element("div", f"{sign} {shorten(text, _MAX_NOTICE)}", copy))
     return join(lines)
 
 

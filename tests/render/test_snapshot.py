@@ -34,7 +34,8 @@ def full():
 
 def test_it_holds_ranks_metrics_output_and_traceback():
     kept = wire.Notice(text=f"{RESCUED}find_run('x').rescued")
-    snapshot = render_snapshot(after(full(), kept), metrics(["loss"]))
+    saved = wire.Notice(text="saved in /runs/1/saved")
+    snapshot = render_snapshot(after(full(), saved, kept), metrics(["loss"]))
     page = Tags(html_of(snapshot))
     for words in (
         "train",
@@ -46,6 +47,7 @@ def test_it_holds_ranks_metrics_output_and_traceback():
         "last of one",
         "⚠ one line for you",
         f"✓ {kept.text}",  # good news, without the sign of a warning
+        f"✓ {saved.text}",
         "ValueError: bad",
         "Cell In[3], line 7",
     ):
