@@ -679,8 +679,8 @@ class Run:
 
 def _no_function(run: Run, what: str) -> str:
     return (
-        f"the function of run {run.id} is gone: it lived as long as the handle that "
-        f"notebook_launcher gave. Launch again, and {what} from that handle"
+        f"the function of run {run.id} is gone (with detach=True, once it is launched; else with "
+        f"the handle that notebook_launcher gave). Launch again, and {what} from that handle"
     )
 
 

@@ -6,12 +6,14 @@ import math
 import re
 import reprlib
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import islice, pairwise
 from numbers import Number
 from pathlib import PurePath
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 # Below an error of a kernel on a device, by which the launcher knows it too.
@@ -113,10 +115,15 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 # Characters of a number in full; a sampler's have 18.
 _MAX_FLOAT = 10
+# How many settings of a configuration are shown.
+_SETTINGS = 4
 
 
 class _Arguments(reprlib.Repr):
-    """Makes short texts of arguments; an object such as a model becomes the name of its type."""
+    """Makes short texts of arguments; an object such as a model becomes the name of its type.
+
+    Of a namespace or a dataclass the settings are shown, but for a dataclass's defaults.
+    """
 
     def repr_float(self, x: float, level: int) -> str:
         return repr(x) if len(repr(x)) <= _MAX_FLOAT else f"{x:.6g}"
@@ -126,7 +133,18 @@ class _Arguments(reprlib.Repr):
             return self.repr1(x.item(), level)
         if x is None or isinstance(x, (Number, PurePath)):
             return repr(x)
-        return x.__name__ if isinstance(x, (type, FunctionType)) else type(x).__name__
+        if isinstance(x, (type, FunctionType)):
+            return x.__name__
+        name, known = type(x).__name__, getattr(x, "__dict__", {})
+        if is_dataclass(x):
+            defaults = {one.name: one.default for one in fields(x) if one.repr}
+            known = {k: v for k, v in known.items() if v is not defaults.get(k, v)}
+        elif not isinstance(x, (Namespace, SimpleNamespace)):
+            return name
+        if not known or level <= 0:
+            return name
+        settings = [f"{k}={self.repr1(v, level - 1)}" for k, v in islice(known.items(), _SETTINGS)]
+        return f"{name}({', '.join(settings)}{', ...' if len(known) > _SETTINGS else ''})"
 
 
 def arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
 import math
+from argparse import Namespace
+from dataclasses import dataclass
 
 import pytest
 
@@ -38,3 +40,22 @@ from notebook_accel.launch.text import wording
 )
 def test_numbers_read_as_a_person_writes_them(said, expected):
     assert said == expected
+
+
+@dataclass
+class Config:
+    rate: float = 1e-3
+    epochs: int = 3
+    tags: tuple[str, ...] = ("a",)
+
+
+def test_configurations_show_their_settings_and_other_objects_their_type():
+    given = (
+        Config(),
+        Config(rate=0.1, epochs=9),
+        Namespace(lr=0.1, of=object(), **dict.fromkeys("abc", 1)),
+    )
+    assert wording.arguments(given, {"each": [Config(epochs=1)]}) == (
+        "Config, Config(rate=0.1, epochs=9), Namespace(lr=0.1, of=object, a=1, b=1, ...), "
+        "each=[Config(epochs=1)]"
+    )
