@@ -184,8 +184,8 @@ def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop():
 def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_function_acts_where_it_asks():
     def holds_much():
         accelerator = Accelerator(cpu=True)
-        rate, num_saves = accelerator.knob("lr", 0.5), 0
         this_rank.current()._row.device_memory = 2**50
+        rate, num_saves = accelerator.knob("lr", 0.5), 0  # which the test waits for
         while rate.value == 0.5 or not num_saves:
             num_saves += accelerator.should_save
             time.sleep(0.01)
