@@ -380,8 +380,8 @@ class Worker:
             return _returned(packed, context, is_none=value is None)
         except BaseException as error:  # the process boundary: the notebook is told of any
             interrupts.end_call()
-            self.row.has_raised = 1
             _end_forked_child(context, error)
+            self.row.has_raised = 1
             if message.keeps_error:
                 context.kept_error = this_rank.KeptError(error)
             return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))

@@ -14,8 +14,6 @@ from typing import Any
 from notebook_accel.rank import this_rank
 from notebook_accel.system.modules import change_module
 
-_PROCESSES = "notebook_accel.training.processes"
-
 
 def install() -> None:
     """Have the steps of all optimizers of torch and of fastai counted in this process."""
@@ -60,13 +58,14 @@ def _follow_fastai(learner: Any) -> None:
 
 
 def _off_device(optimizer: Any) -> AbstractContextManager[None]:
-    memory = import_module(f"{_PROCESSES}.device_memory")
+    memory = import_module("notebook_accel.training.processes.device_memory")
     moved: AbstractContextManager[None] = memory.off_device(_device(optimizer), (), [optimizer])
     return moved
 
 
 def _memory(optimizer: Any) -> this_rank.DeviceMemory | None:
-    read = import_module(f"{_PROCESSES}.devices").memory_reader(_device(optimizer))
+    devices = import_module("notebook_accel.training.processes.devices")
+    read = devices.memory_reader(_device(optimizer))
     return read() if read is not None else None
 
 
