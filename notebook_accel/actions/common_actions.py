@@ -109,6 +109,16 @@ class CommonActions:
         with held(), self._lock:
             if self._why_ended:
                 return ended(RuntimeError(self._why_ended))
+            coming = next((one for one in self._line if one.action.kind == "pause"), None)
+            if not self._pause and coming is not None:
+                # Whoever no longer waits for a pause, after an interrupt, must not be left in it.
+                over: Future[None] = Future()
+                coming.done.add_done_callback(
+                    lambda _: self.go_on().add_done_callback(
+                        lambda done: _end(over, done.exception())
+                    )
+                )
+                return over
             if not self._pause:
                 return ended(None)
             if self._pause_over is None:
@@ -242,7 +252,7 @@ class CommonActions:
         self._ask_first()
 
 
-def _end(future: Future[None], error: Exception | None = None) -> None:
+def _end(future: Future[None], error: BaseException | None = None) -> None:
     with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(None)

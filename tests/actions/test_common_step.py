@@ -158,6 +158,12 @@ def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop():
             run.set(lr=value)
     for asked in [call_of(run).act(wire.Action(kind="pause")) for _ in range(2)]:
         asked.result(SOON)
+    assert run.status == "paused"
+    run.go_on()
+    asked = call_of(run).act(wire.Action(kind="pause"))
+    run.go_on()  # as after an interrupt of the cell that waited for the pause
+    assert asked.done()
+    assert run.status == "running"
     run.pause()
     with pytest.raises(RuntimeError, match=r"save: the run is paused; call run.go_on\(\) first"):
         run.save()
