@@ -125,9 +125,10 @@ def serve(fd: int, kernel_pid: int) -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     channel = Channel(socket.socket(fileno=fd))
+    server = Server(channel, kernel)
     with suppress(OSError):
         channel.send(wire.TemplateReady(version=wire.VERSION))
-    Server(channel, kernel).run()
+    server.run()
 
 
 class Server:

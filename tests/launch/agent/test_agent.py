@@ -103,8 +103,9 @@ def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent):
 
 def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent):
     def leave():
-        print("ready", flush=True)
+        # A rank that has not read when the stop is asked for is interrupted after the grace.
         while not current().should_stop():
+            print("has read", flush=True)
             time.sleep(0.01)
         # Longer than all stages of an end take.
         threading.Thread(target=time.sleep, args=(3,)).start()

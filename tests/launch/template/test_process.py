@@ -54,7 +54,8 @@ def test_agents_inherit_nothing_of_each_other(source, tmp_path):
         found = psutil.Process(alone.pid).num_fds()
     with agent_by_hand(tmp_path), agent_by_hand(tmp_path), agent_by_hand(tmp_path) as third:
         third.launch(1)
-        assert psutil.Process(third.pid).num_fds() == found
+        # An agent has one more for the instant in which it reads how much its ranks use.
+        eventually(lambda: psutil.Process(third.pid).num_fds() <= found, what="no more than alone")
 
 
 def test_devices_are_counted_in_a_child_of_which_nothing_is_left(source):

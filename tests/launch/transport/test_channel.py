@@ -15,7 +15,7 @@ from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
 
 pytestmark = pytest.mark.usefixtures("leaves_no_descriptor")
-SOON = 5.0
+SOON = 30.0
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from notebook_accel.launch.worker import exiting
 
 SharedMemory(create=True, size=1).unlink()
 (tracker,) = psutil.Process().children()
+exiting._CHILDREN_SECONDS, exiting._EXIT_SECONDS = 60, 100
 began = time.monotonic()
 exiting.finish(0, print)
 print(time.monotonic() - began)
@@ -18,4 +19,4 @@ tracker.wait(60)
 
 
 def test_the_tracker_of_shared_memory_is_not_waited_for():
-    assert float(run_script(_PROGRAM)) < 0.7, "a second is what children get that have to be asked"
+    assert float(run_script(_PROGRAM)) < 40, "a minute is what children get that have to be asked"
