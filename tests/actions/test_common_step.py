@@ -29,7 +29,7 @@ from tests.waiting import eventually
 SOON = 60.0
 
 
-def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True):
+def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, slow_until=None):
     """Train by a rate that a knob sets; return what happened at which batch, and the weights.
 
     With ``plain``, by torch's own DDP, with nothing prepared.
@@ -70,6 +70,8 @@ def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True):
                 events.append((batch, "save", None))
             if is_slow:
                 time.sleep(0.002 + 0.003 * accelerator.process_index)
+            if slow_until is not None and not slow_until.exists():
+                time.sleep(0.05)
     except RunStopped:
         events.append((batch, "stop", None))
     weights = model.state_dict() if plain else accelerator.get_state_dict(model)
@@ -137,9 +139,10 @@ def test_all_ranks_do_random_actions_at_the_same_steps(
 
 
 @pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp):
+def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp, tmp_path):
     twin = start(train, 120, kwargs={"fsdp": fsdp, "is_slow": False})
-    run = start(train, 120, kwargs={"fsdp": fsdp}, timeout=SOON)
+    was_paused = tmp_path / "was paused"
+    run = start(train, 120, kwargs={"fsdp": fsdp, "slow_until": was_paused}, timeout=SOON)
     trains(run)
     for _ in range(10):
         run.pause()
@@ -147,6 +150,7 @@ def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp):
         time.sleep(0.02)
         assert max(stood) <= run.state.ranks[0].batches + 1
         run.go_on()
+    was_paused.touch()
     assert all(same(one["weights"], other["weights"]) for one, other in zip(run, twin, strict=True))
 
 
@@ -209,18 +213,20 @@ def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_function_ac
     assert f"lr=0.25 (step {run.metrics[0]['step']:,})" in run.logs(0)
 
 
-def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch):
+def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
 
-    def sleeps():
+    def sleeps(path):
         knob = Accelerator(cpu=True).knob("lr", 0.5)
-        time.sleep(3)
+        while not path.exists():
+            time.sleep(0.01)
         return knob.value
 
-    run = start(sleeps)
+    run = start(sleeps, tmp_path / "refused")
     trains(run)
     with pytest.raises(TimeoutError, match=r"common point within 0.5 s.*should_stop"):
         run.set(lr=1)
+    (tmp_path / "refused").touch()
     assert run.results == [0.5, 0.5]
 
 

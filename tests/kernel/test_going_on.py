@@ -112,9 +112,23 @@ def test_of_a_hundred_moves_of_a_slider_the_last_counts_and_one_that_no_rank_hea
     notebook.run("run = notebook_launcher(turned, (folder,), 2, block=False)")
     kernel.wait_for_panel()
     assert kernel.listen_until(lambda: named(kernel, "rate") == 1, seconds=60)
+    rate = lambda: [m["value"] for m in kernel.models.values() if m.get("description") == "rate"]  # noqa: E731
+
+    def stand_still():
+        (tmp_path / "stand").touch()
+        for rank in range(2):
+            file = tmp_path / f"{rank} stands"
+            file.unlink(missing_ok=True)
+            eventually(file.exists, within=60, what="it comes to no point")
+
     moves = [number / 100 for number in range(101)]
+    stand_still()
     for value in moves:
         kernel.fill("rate", value)
+        if value == 0.6:
+            # The kernel has heard these.
+            assert kernel.listen_until(lambda: rate() == [0.6], seconds=30)
+            (tmp_path / "stand").unlink()
     notebook.run("while run.state.knobs['rate'].value != 1.0: time.sleep(0.01)")
     values = notebook.value("[row['value'] for row in run.metrics if row['name'] == 'knob/rate']")
     assert values == sorted(values)
@@ -122,13 +136,10 @@ def test_of_a_hundred_moves_of_a_slider_the_last_counts_and_one_that_no_rank_hea
     assert len(values) < 60, "the newest of those that wait"
 
     notebook.run("common_actions.POINT_SECONDS = 1.0")
-    (tmp_path / "stand").touch()
-    for rank in range(2):
-        eventually((tmp_path / f"{rank} stands").exists, within=60, what="it comes to no point")
+    stand_still()
     kernel.fill("rate", 0.25)
     refused = "rate: set: the ranks did not come to a common point within 1 s"
     assert kernel.listen_until(lambda: shows(kernel, refused), seconds=60)
-    rate = lambda: [m["value"] for m in kernel.models.values() if m.get("description") == "rate"]  # noqa: E731
     assert kernel.listen_until(lambda: rate() == [1.0], seconds=30)
     notebook.run("common_actions.POINT_SECONDS = 30.0")
     (tmp_path / "stand").unlink()
@@ -160,16 +171,30 @@ def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook):
     assert f"begins at batch {600 - seen}" in noticed
 
 
-def test_a_paused_trial_gets_the_next_free_device_by_mouse(notebook):
+# The last trial begins its turn once the click was heard.
+HELD = """
+from pathlib import Path
+from notebook_accel import sweep
+
+def held(lr, width, size):
+    while width == 4 and not clicked.exists():
+        time.sleep(0.01)
+    return train(lr, width, size)
+"""
+
+
+def test_a_paused_trial_gets_the_next_free_device_by_mouse(notebook, tmp_path):
     kernel = notebook.kernel
-    notebook.run(TRAIN + "from notebook_accel import sweep")
+    notebook.run(f"{TRAIN}{HELD}\nclicked = Path({str(tmp_path / 'clicked')!r})")
     space = "{'lr': [0.1], 'size': [800], 'width': [2, 3, 4]}"
     how = "metric='seen', mode='max', concurrent=1, rounds=8, devices='cpu', block=False"
-    notebook.run(f"s = sweep(train, {space}, {how})")
+    notebook.run(f"s = sweep(held, {space}, {how})")
     kernel.wait_for_panel()
     assert kernel.listen_until(lambda: offers(kernel, "trial 2"), seconds=60)
     kernel.fill("Trial", "trial 1")
     kernel.click("Next")
+    notebook.run("while not s._trials[1].is_next: time.sleep(0.01)")
+    (tmp_path / "clicked").touch()
     went_on = notebook.value(
         """
         numbers = lambda: [len(run.metrics) for run in s.runs[:2]]

@@ -13,7 +13,7 @@ from tests.interpreters import run
 from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually
 
-SOON = 20.0
+SOON = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -240,7 +240,7 @@ def test_a_launch_whose_value_nobody_assigned_has_its_results_in_the_last_run(bo
 def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped(notebook):
     notebook.run("""
         %load_ext notebook_accel
-        import gc, os
+        import ctypes, gc, os
         import numpy as np, psutil
         from notebook_accel import notebook_launcher
 
@@ -248,10 +248,12 @@ def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped
             class Part:
                 data = np.full(10_000_000, number, np.uint8)
             def part(data=np.full(10_000_000, number, np.uint8)):
+                ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what is free
                 return os.getpid(), int(data[0]), Part, part
             return part
 
         def megabytes(pid):
+            ctypes.CDLL(None).malloc_trim(0)
             return psutil.Process(pid).memory_info().rss / 1e6
 
         def send(numbers):

@@ -233,7 +233,7 @@ class Kernel:
             if self._subshell is None:
                 control = self.client.control_channel
                 control.send(self.client.session.msg("create_subshell_request", {}))
-                self._subshell = str(control.get_msg(timeout=10)["content"]["subshell_id"])
+                self._subshell = str(control.get_msg(timeout=60)["content"]["subshell_id"])
             message["header"]["subshell_id"] = self._subshell
         self.client.shell_channel.send(message)
 

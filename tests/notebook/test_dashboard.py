@@ -254,7 +254,7 @@ def test_what_cannot_be_drawn_stops_no_panel(monkeypatch):
 def await_link(shown, *texts):
     """Wait until the panel has a link with these texts."""
     link = shown.part("na-link")
-    eventually(lambda: all(text in link.value for text in texts), within=10, what=f"link: {texts}")
+    eventually(lambda: all(text in link.value for text in texts), what=f"link: {texts}")
 
 
 def test_of_a_large_log_a_link_saves_the_end(monkeypatch):
@@ -385,7 +385,7 @@ def test_a_clone_form_opens_again_only_where_nothing_else_was_done_with_it():
         for act in others:
             act()
         goes_on.release()
-        eventually(refused, within=10, what="the panel says why")
+        eventually(refused, what="the panel says why")
         assert bool(form.box.children) == is_open
         said.clear()
         assert not is_open or field(form.box, "lr").value == 0.2

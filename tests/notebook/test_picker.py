@@ -245,7 +245,7 @@ class Notebook:
     def show(self, form, *, has):
         """Run a cell that shows a form, which then looks at the machine until it has a text."""
         form.picker._ipython_display_()
-        eventually(lambda: has in form.box.children[1].value, within=10, what=has)
+        eventually(lambda: has in form.box.children[1].value, what=has)
 
     def launch(self, function, args, kwargs, **given):
         self.launched.append((function, args, kwargs))
@@ -294,7 +294,7 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(notebook, m
     assert before == (told("2")[0], False), "nothing is known of the machine yet"
     told("100000")
     notebook.show(form, has="No accelerator")
-    eventually(lambda: form.launch.disabled, within=10, what="refused")
+    eventually(lambda: form.launch.disabled, what="refused")
     assert "100000 ranks need about" in form.note("num_processes")
     text, is_disabled = told("64")
     assert "64 ranks share 2 CPU cores, and take about 16.0 GB" in text
@@ -305,7 +305,7 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(notebook, m
     found = Devices(kind="cuda", names=("H200",), memory=(2**37,))
     notebook.machine = replace(notebook.machine, found=found)
     notebook.show(form, has="H200")
-    eventually(lambda: form.launch.disabled, within=10, what="refused")
+    eventually(lambda: form.launch.disabled, what="refused")
     assert "but this machine has 1" in form.note("num_processes")
     form.field("devices").value = "cpu"
     assert told("2") == before

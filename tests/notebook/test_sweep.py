@@ -235,19 +235,21 @@ def test_optuna_samples_and_is_told_and_its_pruner_stops_trials():
     assert found.best is found.runs[0]
 
 
-def epoch(lr, seconds=0.02):
+def epoch(lr, seconds=0.02, slow_after=80):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(80), batch_size=1))
     for step, _ in enumerate(loader):
         accelerator.log({"loss": lr + 1 / (step + 1)}, step=step)
-        time.sleep(seconds)
+        time.sleep(seconds if not slow_after <= step < 40 else 0.2)
     return step + 1
 
 
 def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each():
     rates = [0.5, 0.1, 0.4, 0.2]
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
-    asked = {"metric": "loss", "concurrent": 1, "rounds": 4, "pruner": pruner}
+    # A turn ends within the first half of the epoch, also where it is noticed late.
+    kwargs = {"slow_after": 20}
+    asked = {"metric": "loss", "concurrent": 1, "rounds": 4, "pruner": pruner, "kwargs": kwargs}
     found = on_cpu(epoch, {"lr": rates}, **asked)
     assert found.to_pandas()["state"].tolist() == ["pruned", "succeeded", "pruned", "pruned"]
     assert found.best[0] == 80
@@ -281,19 +283,23 @@ def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goe
     assert [run.results for run in found] == [[0.1], [0.2]]
 
 
-def test_stop_all_does_not_interrupt_a_pruned_trial_that_still_writes_what_it_has():
+def test_stop_all_does_not_interrupt_a_pruned_trial_that_still_writes_what_it_has(tmp_path):
     class AtOnce(optuna.pruners.BasePruner):
         def prune(self, _study, trial):
             return trial.last_step >= 1
 
     def saves(lr):
         assert train(lr, steps=1_000, seconds=0.05) == lr
+        while not stopped.exists():
+            time.sleep(0.01)
         time.sleep(1)
         return "saved"
 
+    stopped = tmp_path / "stopped"
     found = on_cpu(saves, {"lr": [0.1]}, metric="loss", pruner=AtOnce(), block=False)
     eventually(lambda: [run.status for run in found] == ["stopping"], what="it is pruned")
     found.stop()
+    stopped.touch()
     assert found.wait(SOON).runs[0].results == ["saved"]
 
 

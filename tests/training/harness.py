@@ -295,10 +295,10 @@ def _be_rank(call: list[Any], rank: int, num_ranks: int, timeout: float, folder:
     sys.stdout.flush()
     if not pickle.loads(data)[0]:
         os._exit(1)
-    # As ranks of ours do: what the others still have to read may be in this one's sockets.
+    # As ranks of ours do: what the others still have to read may be in this one's sockets. Where
+    # one of them dies, or takes too long, the helper ends the others.
     others = [folder / str(other) for other in range(num_ranks)]
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while not all(path.exists() for path in others) and time.monotonic() < deadline:
+    while not all(path.exists() for path in others):
         time.sleep(0.002)
     os._exit(0)
 

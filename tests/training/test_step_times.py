@@ -42,7 +42,9 @@ def train(slow, slow_rank=1, epochs=1):
     is_slow = wait if slow in ("data", "accumulating") else 0.0
     loader = DataLoader(Samples(is_slow), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seconds = 0.0
     for _ in range(epochs):
+        began = time.monotonic()
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(batch).square().mean()
@@ -51,9 +53,11 @@ def train(slow, slow_rank=1, epochs=1):
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
+        seconds += time.monotonic() - began
         # No part of a step: a validation takes none.
         for _ in loader if epochs > 1 else ():
             time.sleep(WAIT)
+    return seconds
 
 
 @pytest.mark.parametrize("slow", ["data", "forward", "optimizer", "accumulating"])
@@ -97,7 +101,7 @@ def test_passes_without_a_step_are_no_part_of_one():
     run = notebook_launcher(train, ("", 0, 2), num_processes=1, view="none")
     (rank,) = run.state.ranks
     assert rank.step_times.num_steps == 159
-    assert rank.step_times.total < 0.5 * 160 * WAIT * 1e9
+    assert rank.step_times.total < (run[0] + 0.5 * 160 * WAIT) * 1e9
 
 
 def test_one_rank_that_waits_for_data_hears_of_it(capsys):
