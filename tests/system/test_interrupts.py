@@ -123,7 +123,7 @@ def test_no_interrupt_of_those_who_wait_keeps_a_latch_shut():
             _interrupt_waiting(latch)
             setter = threading.Thread(target=latch.set, daemon=True)
             setter.start()
-            setter.join(5)
+            setter.join(60)
             assert not setter.is_alive()
             assert latch.wait(1)
     finally:
