@@ -1,4 +1,4 @@
-"""Reports what libraries log to the notebook, as ``accelerator.log`` would; "Save now" saves there.
+"""Reports what libraries log to the notebook, as ``accelerator.log`` would; they save and stop.
 
 Nothing is imported for it. Each library is changed in the rank's process alone, once a rank has
 imported it, by what it offers itself:
@@ -65,6 +65,8 @@ def _follow_transformers(trainer: Any) -> None:
 
         def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
             control.should_save |= this_rank.current().should_save()
+            # The function goes on after train(), and keeps its model.
+            control.should_training_stop |= this_rank.current().should_stop()
 
         def __reduce__(self) -> tuple[Any, ...]:
             return trainer.TrainerCallback, ()  # outside of the ranks there is nothing to show
@@ -190,6 +192,7 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
                 of = trainer.checkpoint_callback
                 folder = Path((of and of.dirpath) or trainer.default_root_dir)
                 trainer.save_checkpoint(folder / f"step={trainer.global_step}.ckpt")
+            trainer.should_stop |= this_rank.current().should_stop()
             if trainer.global_step % trainer.log_every_n_steps == 0:
                 self.look(trainer, is_batch=True)
 

@@ -50,6 +50,8 @@ def _follow_fastai(learner: Any) -> None:
 
         def after_step(self) -> None:
             _end(self.opt)
+            if this_rank.current().should_stop():
+                raise learner.CancelFitException
 
         def __reduce__(self) -> tuple[Any, ...]:
             return learner.Callback, ()  # an exported learner needs nothing of ours
