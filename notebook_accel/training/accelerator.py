@@ -318,7 +318,7 @@ class Accelerator(TrainingInfo):
         current().shared[Accumulation] = self._accumulation
         current().shared[DataGroup] = self._data_group
         current().shared[AcceleratorSettings] = self._settings
-        self._prepared.watch.start(self)
+        self._prepared.watch.start()
 
     # ---- making objects ready -------------------------------------------------------------------
 
@@ -1538,7 +1538,7 @@ class Accelerator(TrainingInfo):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self._accumulation.num_steps = as_count("gradient_accumulation_steps", value)
-        self._prepared.watch.start(self)
+        self._prepared.watch.start()
 
     @property
     def step(self) -> int:

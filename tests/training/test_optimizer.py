@@ -3,12 +3,13 @@
 import copy
 import gc
 import itertools
-import sys
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from notebook_accel import (
     AcceleratedOptimizer,
@@ -425,14 +426,26 @@ def test_an_optimizer_that_needs_no_preparing_is_not_named(settings):
         step_unprepared(**settings)
 
 
-def test_nobody_watches_optimizers_once_the_accelerator_is_gone():
-    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
-    gc.collect()
-    before = dict(hooks)
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_an_accelerator_is_collected_amid_a_step(at):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    assert len(hooks) == len(before) + 1
+    held = [accelerator, accelerator.prepare(optimizer)]
+    gone = [*map(weakref.ref, held)]
     del accelerator
-    assert dict(hooks) == before
+
+    def collect(*_):
+        held.clear()
+        gc.collect()
+
+    of_all = register_optimizer_step_pre_hook
+    register = of_all if at == "before" else optimizer.register_step_post_hook
+    # Torch loops over hooks: one that goes before the last breaks that.
+    handles = [register(collect), register(collect)]
+    optimizer.step()
+    assert [one() for one in gone] == [None, None]
+    for handle in handles:
+        handle.remove()
 
 
 class ScheduleFree(Recorder):

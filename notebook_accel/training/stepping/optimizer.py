@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from notebook_accel.rank.this_rank import DeviceMemory, current
 from notebook_accel.training.models import PreparedModel, weights_of
@@ -39,6 +38,7 @@ from notebook_accel.training.stepping.accumulation import (
     GradientState,
     current_accumulation,
 )
+from notebook_accel.training.stepping.around_steps import call_around_steps
 from notebook_accel.training.stepping.step_timer import REST, step_timer
 
 
@@ -140,13 +140,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._drop_unreduced = drop_unreduced
         # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
         with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
-            own = weakref.proxy(self)
+            own = weakref.ref(self)
 
             def note_used(*_: Any) -> None:
-                own._used = own._has_stepped = True
+                if (wrapper := own()) is not None:
+                    wrapper._used = wrapper._has_stepped = True
 
-            handle = optimizer.register_step_post_hook(note_used)
-            weakref.finalize(self, handle.remove)
+            # It stays, as those of around_steps.py.
+            optimizer.register_step_post_hook(note_used)
 
     param_groups: Any = _of_inner("param_groups", "Parameter groups of the optimizer inside.")
     state: Any = _of_inner("state", "State of the optimizer inside.")
@@ -344,14 +345,12 @@ class UnpreparedWatch:
     """The optimizers whose steps cause no warning (any more): those that were prepared."""
     _started: bool = field(default=False, init=False)
 
-    def start(self, owner: object) -> None:
-        """Watch the steps of all optimizers of this process as long as ``owner`` lives."""
+    def start(self) -> None:
+        """Watch the steps of all optimizers of this process."""
         if self._started or (self.scaling is None and self.accumulation.num_steps == 1):
             return
         self._started = True
-        watch = weakref.proxy(self)
-        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: watch._look(optimizer))
-        weakref.finalize(owner, handle.remove)
+        call_around_steps(before=self._look)
 
     def _look(self, optimizer: Optimizer) -> None:
         if self.scaling is not None:

@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
@@ -32,6 +28,7 @@ from notebook_accel.training.models import (
 from notebook_accel.training.processes import xla_driver
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.stepping.around_steps import call_around_steps
 from notebook_accel.training.strategies.base import ModelToPrepare, Request, Strategy
 
 # Steps in a row that compiled, from which on the loop is told. The first compiles twice: the
@@ -67,7 +64,7 @@ class XlaParallel(Strategy):
         self._averaged: set[int] = set()
         self._num_compiles = 0
         self._compiled_steps = 0
-        self._watch_steps()
+        call_around_steps(before=self._average_before, after=self._end_step_after)
 
     def place(self, given: ModelToPrepare) -> Module:
         if given.device is not None:
@@ -126,25 +123,12 @@ class XlaParallel(Strategy):
         known = self._weights.get(id(weight))
         return known is not None and known() is weight
 
-    def _watch_steps(self) -> None:
-        """Average gradients before each step of any optimizer, and run the graph after it."""
-        strategy = weakref.ref(self)
+    def _average_before(self, optimizer: Optimizer) -> None:
+        self._average(weights_of(optimizer))
 
-        def before(optimizer: Optimizer, *_: Any) -> None:
-            here = strategy()
-            if here is not None:
-                here._average(weights_of(optimizer))
-
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            here = strategy()
-            if here is not None and any(map(here._is_own, weights_of(optimizer))):
-                here._end_step()
-
-        for handle in (
-            register_optimizer_step_pre_hook(before),
-            register_optimizer_step_post_hook(after),
-        ):
-            weakref.finalize(self, handle.remove)
+    def _end_step_after(self, optimizer: Optimizer) -> None:
+        if any(map(self._is_own, weights_of(optimizer))):
+            self._end_step()
 
     def _end_step(self) -> None:
         self._averaged.clear()
