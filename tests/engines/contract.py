@@ -36,7 +36,6 @@ from notebook_accel.launch.launch_request import LaunchRequest
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
-from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from notebook_accel.rank.this_rank import current
@@ -968,7 +967,8 @@ class EngineContract:
         if dies:
             threading.Timer(0.2, lambda: os.kill(source.pid, signal.SIGKILL)).start()
         else:
-            monkeypatch.setattr(handle, "_FORK_SECONDS", 2.0)
+            receive = source._receive  # of this one alone: the new one may take longer
+            monkeypatch.setattr(source, "_receive", lambda kind, run, _: receive(kind, run, 2.0))
         assert self.launch(lambda: 1).results == [1] * self.world_size
         assert template().pid != source.pid
         assert gone([source.pid])

@@ -125,7 +125,7 @@ def test_a_script_ends_once_its_checkpoint_is_there(tmp_path):
         accelerator.save_state(sys.argv[1], async_save=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "state")]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=110)
     assert "model.safetensors" in os.listdir(tmp_path / "state")
 
 

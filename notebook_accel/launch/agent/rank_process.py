@@ -19,7 +19,7 @@ from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import Gauges
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
-from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
+from notebook_accel.launch.worker.main import END_OF_STACKS, STACKS_SIGNAL, Inherited
 from notebook_accel.system import processes
 from notebook_accel.system.own_files import log_path, open_log
 
@@ -31,7 +31,7 @@ _SAMPLE_SECONDS = 0.2
 _COUNTED = {each.name for each in fields(wire.Usage)} & {*RankRow.__annotations__} - {"step_times"}
 # A rank that runs Python has seen its SIGINT by then.
 _WAKE_SECONDS = 0.25
-# A dump of stacks is whole once the file has not grown for this long.
+# What faulthandler writes on a signal is whole once the file has not grown for this long.
 _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 5.0
 # A rank's own thread that has not written them by then waits for the GIL, which native code holds.
@@ -96,7 +96,7 @@ class RankProcess:
         self._stacks_asked: float | None = None
         self._stacks_signalled = False
         self._wakes_at = 0.0
-        # The size of the file with the stacks, and when it was first found to be that.
+        # The length of the stacks that were written, and when it was first found to be that.
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
@@ -185,16 +185,18 @@ class RankProcess:
             yield from self._new_sample(now)
         if self._stacks_asked is None:
             return
-        size, asked = os.fstat(self._stacks).st_size, self._stacks_asked
-        if size != self._stacks_grew[0]:
-            self._stacks_grew = (size, now)
-        if not size and not self._stacks_signalled and now - asked >= _GIL_SECONDS:
+        text, asked = self._stacks_text(), self._stacks_asked
+        if len(text) != self._stacks_grew[0]:
+            self._stacks_grew = (len(text), now)
+        if not text and not self._stacks_signalled and now - asked >= _GIL_SECONDS:
             self._stacks_signalled = True
             self._signal(STACKS_SIGNAL)
-        is_whole = size and now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
+        is_whole = text.endswith(END_OF_STACKS.decode())
+        if self._stacks_signalled and text:
+            is_whole |= now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
         if is_whole or now - asked >= _STACKS_SECONDS:
             self._stacks_asked = None
-            text = self._stacks_text() or "the rank did not answer\n"
+            text = text.rstrip(END_OF_STACKS.decode()) or "the rank did not answer\n"
             yield wire.Stacks(rank=self.rank, text=text)
 
     def last_news(self) -> Iterator[wire.Message]:

@@ -65,6 +65,8 @@ from notebook_accel.system.own_files import FULL_DISK
 
 # faulthandler writes the stacks on it, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
+# Ends what a rank's own thread has written of the stacks.
+END_OF_STACKS = b"\0"
 # Pauses of a rank that waits for the others to end: each is longer than the one before.
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
@@ -263,6 +265,7 @@ class Worker:
             return
         if os.fstat(self._stacks).st_size == 0:  # else the signal came first
             faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            os.write(self._stacks, END_OF_STACKS)
         begun = flight_recorder.newest(since=self._groups_since, notice=self.context.notice)
         self.context.report(wire.Collectives, begun=begun)
 

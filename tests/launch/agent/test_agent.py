@@ -1,5 +1,6 @@
 """An agent of the template and its ranks, all of them real, with the kernel's part in the test."""
 
+import faulthandler
 import os
 import signal
 import threading
@@ -209,3 +210,24 @@ def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent):
     agent.wait_for(wire.RankEnded)
     metrics = [m for heard in agent.heard if isinstance(heard, wire.Metrics) for m in heard.metrics]
     assert [metric.step for metric in metrics] == [0, 1, 2]
+
+
+def test_stacks_that_are_written_slowly_are_told_whole(agent):
+    """As where another process gets the processor meanwhile."""
+
+    def stands_still():
+        plain = faulthandler.dump_traceback
+
+        def dump(file, **how):
+            os.write(file, b"Thread 0x1 (most recent call first):\n")
+            time.sleep(0.5)
+            plain(file, **how)
+
+        faulthandler.dump_traceback = dump
+        sleeps()
+
+    agent.launch(1)
+    agent.call(stands_still)
+    agent.wait_for(wire.Output)
+    agent.say(wire.DumpStacks)
+    assert "in stands_still" in agent.wait_for(wire.Stacks).text
