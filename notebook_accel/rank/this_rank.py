@@ -490,7 +490,8 @@ class LaunchedContext(RankContext):
         is_known = self._plain is not None and self._plain() is optimizer
         is_outer = is_known or not self.is_stepping
         if is_outer and self._training is None and self.is_own_process:
-            self._plain, self._off_device = weakref.ref(optimizer), off_device
+            if not is_known:
+                self._plain, self._off_device = weakref.ref(optimizer), off_device
             self.begin_step()
 
     def end_plain_step(
