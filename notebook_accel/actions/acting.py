@@ -43,7 +43,8 @@ class Acting:
             return
         self._pause = message.number if is_pause else 0
         self._board.ask(message.number, message.content)
-        self._asked_at, self._is_done = now, False
+        # Of a pause that was withdrawn, in which all ranks here were, the kernel awaits no end.
+        self._asked_at, self._is_done, self._goes_on = now, False, False
 
     def ask_stop(self, now: float, *, interrupts: bool = False) -> None:
         """Ask the ranks to stop: at once, or once they have done what was asked before."""
@@ -60,6 +61,7 @@ class Acting:
             return
         self._board.act_at(message.point)
         if message.point == wire.NOWHERE:
+            self._board.go_on(message.number)  # a pause that not all ranks have come to
             self._is_done, self._pause = True, 0
 
     def hold(self, message: wire.Hold, now: float) -> None:

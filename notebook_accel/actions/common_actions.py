@@ -2,7 +2,7 @@
 
     in line -> ASKED -all agents answer-> POINT -all ranks did it-> done, the next
                                           POINT -30 s-> HELD -some rank did it-> POINT, no limit
-                                                        HELD -no rank did-> withdrawn, the next
+                                                        HELD -a pause, or no rank did-> withdrawn
 
 A stop has its answers and its point as an action has. The agents ask their ranks for it once these
 have done what was asked before. actions/scoreboard.py has the whole.
@@ -220,7 +220,8 @@ class CommonActions:
                 self._send(wire.Hold, number=first.number)
         elif first.is_held:
             first.is_held = False
-            if any(first.answers[agent].did for agent in agents):
+            did = any(first.answers[agent].did for agent in agents)
+            if did and first.action.kind != "pause":  # which ranks can leave
                 first.due = math.inf
                 self._act_at(first, first.point or wire.NOWHERE)
             else:

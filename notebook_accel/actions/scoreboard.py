@@ -313,8 +313,10 @@ class Scoreboard:
     def content(self) -> bytes:
         return self._memory[self._content : self._content + self._view[_LENGTH]]
 
-    def due(self, local_rank: int, counter: str) -> int | None:
+    def due(self, local_rank: int, counter: str) -> tuple[int, bytes] | None:
         """Wait until it is known where the ranks act; return the action's number if it is here.
+
+        Its content comes with it: an action that was withdrawn may be followed by another one.
 
         A rank calls it after it has counted a point and then seen an action in ``asked`` that it
         has not done. If there is none, the rank writes ``passed_batches`` (or the like) itself.
@@ -328,11 +330,11 @@ class Scoreboard:
         # whose agent has died is killed.
         while True:
             this_round, at = self._view[_ROUND], self._view[index]
-            if at:
+            number, content = self._view[_ASKED], self.content
+            if at and this_round == self._view[_ROUND]:
                 break
             row.round = this_round
             time.sleep(_POLL_SECONDS)
-        number = self._view[_ASKED]
         if count < at:
             setattr(row, f"passed_{counter}", count)
             return None
@@ -341,7 +343,7 @@ class Scoreboard:
             setattr(row, f"passed_{counter}", count)
         elif counter != "reads":
             row.leaving = 1
-        return number
+        return number, content
 
     def wait_in_pause(self, local_rank: int, number: int) -> None:
         self.row(local_rank).done = number

@@ -388,6 +388,19 @@ def join_flags(wrapped: Module) -> dict[str, Any]:
 # ---- tensors, functions and files
 
 
+def num_collectives() -> int:
+    """Return how many collectives this process has begun in the process groups that it has.
+
+    0 without groups, and where torch or a group's backend does not count them: steps of an
+    optimizer that one rank alone has are then taken for steps of all ranks.
+    """
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = getattr(getattr(module, "_world", None), "pg_map", ())
+    with suppress(AttributeError, RuntimeError):
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    return 0
+
+
 def count_of_changes(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place.
 

@@ -40,6 +40,9 @@ _NOT_READ = (
     "nothing is saved so far: the function has not read accelerator.should_save, after which it "
     "writes a checkpoint; one that begins with accelerator.resume_or_start(folder) needs no line"
 )
+# A rank may step optimizers of its own between two collectives. More steps than these in a row are
+# taken for those of ranks that all train on their own.
+_STEPS_OF_ONE_RANK = 20
 # The longest pause between two looks at the device.
 _LOOK_SECONDS = 0.005
 
@@ -318,9 +321,12 @@ class LaunchedContext(RankContext):
         self.made_group = has_group
         self.lost_group = self.left_with_all = self.is_stepping = False
         self._grace = message.grace
-        # The optimizer that was stepped last without being prepared, and what frees its device.
+        # The optimizer that was stepped last without being prepared; all such, and what frees their
+        # device; the collectives at the last step, how often they changed, and steps since.
         self._plain: weakref.ref[Any] | None = None
+        self._all_plain: weakref.WeakSet[Any] = weakref.WeakSet()
         self._off_device: Callable[[Any], AbstractContextManager[None]] | None = None
+        self._collectives, self._num_rounds, self._num_in_round = -1, -1, 0
         self._step_seconds, self._step_began = 0.0, time.monotonic()
         # How many batches were given before the pass, and its length, as the board has them.
         self._pass: tuple[int, int | None] = (0, None)
@@ -328,7 +334,7 @@ class LaunchedContext(RankContext):
         self._stepped: tuple[tuple[int, int | None], int] | None = None
         self._step_times: list[int] = []
         self._did = 0
-        self._save_is_due, self._saves_at = False, (0, 0, 0)
+        self._save_is_due, self._saves_at = False, (0, 0, 0, 0)
         self.resume_from, self.first_knobs = message.resume, message.knobs
         self.knobs, self.knobs_made, self.save_here = {**self.first_knobs}, {}, None
         self._warnings: set[str] = set()
@@ -451,10 +457,11 @@ class LaunchedContext(RankContext):
             raise KeyboardInterrupt
         raise RunStopped("the run was stopped")
 
-    def begin_step(self) -> None:
+    def begin_step(self, begun: int | None = None) -> None:
         row = self._row
-        if not (row.batches or row.reads):
-            row.begun = begun = row.begun + 1
+        begun = row.begun + 1 if begun is None else begun
+        if begun > row.begun and not (row.batches or row.reads):
+            row.begun = begun
             if self._board.asked == self._did:
                 row.passed_begun = begun
             elif self._acts("begun"):
@@ -480,19 +487,36 @@ class LaunchedContext(RankContext):
             row.device_memory, row.device_peak, row.device_limit = found
 
     def begin_plain_step(
-        self, optimizer: Any, off_device: Callable[[Any], AbstractContextManager[None]]
+        self,
+        optimizer: Any,
+        num_collectives: int,
+        off_device: Callable[[Any], AbstractContextManager[None]],
     ) -> None:
         """Count the step of an optimizer in a call that has prepared nothing.
 
-        A step within another optimizer's step is none of its own.
+        A step within another optimizer's step is none of its own. One rank may step an optimizer
+        that the others do not have, so that steps alone are no common points: the first step after
+        a collective is one.
+
+        Args:
+            num_collectives: how many this process has begun.
         """
         # One that is known had an error in its last step, which the function has caught.
         is_known = self._plain is not None and self._plain() is optimizer
         is_outer = is_known or not self.is_stepping
-        if is_outer and self._training is None and self.is_own_process:
-            if not is_known:
-                self._plain, self._off_device = weakref.ref(optimizer), off_device
-            self.begin_step()
+        # A thread of the user's has no context of its own, and steps on each rank when it likes.
+        is_here = _context.get() is self and self.is_own_process
+        if not (is_outer and is_here and self._training is None):
+            return
+        if not is_known:
+            self._plain, self._off_device = weakref.ref(optimizer), off_device
+            self._all_plain.add(optimizer)
+        if num_collectives != self._collectives:
+            self._collectives, self._num_in_round = num_collectives, 0
+            self._num_rounds += 1
+        self._num_in_round += 1
+        own = _STEPS_OF_ONE_RANK if self._num_rounds else 0
+        self.begin_step((self._num_rounds << 32) + max(1, self._num_in_round - own))
 
     def end_plain_step(
         self, optimizer: Any, device_memory: Callable[[Any], DeviceMemory | None]
@@ -544,7 +568,7 @@ class LaunchedContext(RankContext):
         else:
             row.saves += 1
             self._acts("saves")
-        here = row.batches, row.reads, row.begun
+        here = row.batches, row.reads, row.begun, self._num_in_round
         if self._save_is_due:
             # At the first read since: a validation, which came to the point, may read nothing.
             self._save_is_due, self._saves_at = False, here
@@ -554,11 +578,11 @@ class LaunchedContext(RankContext):
 
     def _acts(self, counter: str) -> bool:
         """Do what is asked, if this is the point; return whether that is a stop."""
-        number = self._board.due(self.local_rank, counter)
-        if number is None or number == STOP:
+        number, content = self._board.due(self.local_rank, counter) or (0, b"")
+        if number in (0, STOP):
             return number == STOP
         self._did = number
-        action = msgspec.msgpack.decode(self._board.content, type=wire.Action)
+        action = msgspec.msgpack.decode(content, type=wire.Action)
         if action.kind == "pause":
             # Also while the state is moved: of a large one that takes longer than most steps, and a
             # stop must not take the rank for stuck.
@@ -593,10 +617,10 @@ class LaunchedContext(RankContext):
     def _devices_freed(self) -> AbstractContextManager[None]:
         if training := self._newest_training():
             return training.off_device()
-        optimizer = self._plain() if self._plain else None
-        if optimizer is None or self._off_device is None:
+        optimizers = [*self._all_plain]
+        if not optimizers or self._off_device is None:
             return contextlib.nullcontext()
-        return self._off_device(optimizer)
+        return self._off_device(optimizers)
 
     def _log(self, action: str) -> None:
         """Write what all ranks do here into the log, where rank 0 prints."""

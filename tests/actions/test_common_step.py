@@ -2,6 +2,7 @@
 
 import random
 import re
+import threading
 import time
 from functools import partial
 
@@ -29,10 +30,28 @@ from tests.waiting import eventually
 SOON = 60.0
 
 
+def own_steps(has_own):
+    """Begin to step an optimizer that one rank has alone; return its step, and what ends a thread.
+
+    The thread steps it as well.
+    """
+    own, ended = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), threading.Event()
+
+    def step_in_thread():
+        while not ended.wait(0.001):
+            own.step()
+
+    if not has_own:
+        return (lambda: None), ended
+    threading.Thread(target=step_in_thread).start()
+    return own.step, ended
+
+
 def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, slow_until=None):
     """Train by a rate that a knob sets; return what happened at which batch, and the weights.
 
-    With ``plain``, by torch's own DDP, with nothing prepared.
+    With ``plain``, by torch's own DDP, with nothing prepared; rank 0 steps an optimizer of its
+    own as well, also in a thread.
     """
 
     set_seed(3)
@@ -55,6 +74,7 @@ def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, sl
         for group in optimizer.param_groups:
             group["lr"] = rate
 
+    step_own, ended = own_steps(plain and accelerator.is_main_process)
     batch = 0
     rate = accelerator.knob("lr", 0.01, low=1e-6, high=1.0, log=True, on_change=change)
     start = None if folder is None else accelerator.resume_or_start(folder)
@@ -65,6 +85,7 @@ def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, sl
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            step_own()
             rates.append(rate.value)
             if accelerator.should_save:
                 events.append((batch, "save", None))
@@ -74,6 +95,7 @@ def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, sl
                 time.sleep(0.05)
     except RunStopped:
         events.append((batch, "stop", None))
+    ended.set()
     weights = model.state_dict() if plain else accelerator.get_state_dict(model)
     return {"events": events, "rates": rates, "weights": weights, "steps": len(rates)}
 
@@ -228,6 +250,28 @@ def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch, tmp_path):
         run.set(lr=1)
     (tmp_path / "refused").touch()
     assert run.results == [0.5, 0.5]
+
+
+def test_a_pause_that_one_rank_does_not_come_to_is_given_up(monkeypatch):
+    monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
+
+    def trains_on_rank_0():
+        accelerator = Accelerator(cpu=True)
+        knob = accelerator.knob("lr", 0.5)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        while accelerator.is_main_process and knob.value:
+            optimizer.step()
+        accelerator.wait_for_everyone()
+        return knob.value
+
+    run = start(trains_on_rank_0)
+    eventually(lambda: run.state.ranks[0].steps > 0, what="it trains")
+    with pytest.raises(TimeoutError, match=r"^pause: .*training goes on"):
+        run.pause()
+    assert run.status == "running"
+    steps = run.state.ranks[0].steps
+    eventually(lambda: run.state.ranks[0].steps > steps, what="rank 0 goes on")
+    run.stop()
 
 
 def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path):

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
+from notebook_accel.private import of_torch
 from notebook_accel.rank import this_rank
 from notebook_accel.system.modules import change_module
 
@@ -24,7 +25,7 @@ def install() -> None:
 def _begin(optimizer: Any, *_: Any) -> None:
     if not _is_compiling():
         context: Any = this_rank.current()
-        context.begin_plain_step(optimizer, _off_device)
+        context.begin_plain_step(optimizer, of_torch.num_collectives(), _off_device)
 
 
 def _end(optimizer: Any, *_: Any) -> None:
@@ -59,9 +60,10 @@ def _follow_fastai(learner: Any) -> None:
     learner.defaults.callbacks.append(LearnerSteps)
 
 
-def _off_device(optimizer: Any) -> AbstractContextManager[None]:
+def _off_device(optimizers: list[Any]) -> AbstractContextManager[None]:
     memory = import_module("notebook_accel.training.processes.device_memory")
-    moved: AbstractContextManager[None] = memory.off_device(_device(optimizer), (), [optimizer])
+    device = max(map(_device, optimizers), key=lambda device: device.type != "cpu")
+    moved: AbstractContextManager[None] = memory.off_device(device, (), optimizers)
     return moved
 
 
