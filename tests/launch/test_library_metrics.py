@@ -7,6 +7,8 @@ them. What is not installed is skipped: `make test-libraries` installs all.
 import csv
 import importlib.util
 import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +26,26 @@ def needs(*libraries):
     return pytest.mark.skipif(bool(missing), reason=f"needs {missing}: make test-libraries")
 
 
+class Slow:
+    """Data of a validation that takes 15 s on one rank, and says that it has begun."""
+
+    def __init__(self, data, folder):
+        self.data, self.begun = data, Path(folder) / "validates"
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.begun.touch()
+        time.sleep(15 / len(self.data))
+        return self.data[index]
+
+
 def logged(run):
     return [(row["rank"], row["step"], row["name"], row["value"]) for row in run.metrics]
 
 
-def fine_tune(folder, epochs=2):
+def fine_tune(folder, epochs=2, slow=False):
     from torch.utils.tensorboard import SummaryWriter
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -38,6 +55,7 @@ def fine_tune(folder, epochs=2):
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=4,
+        per_device_eval_batch_size=2,
         num_train_epochs=epochs,
         logging_steps=1,
         eval_strategy="epoch",
@@ -49,7 +67,7 @@ def fine_tune(folder, epochs=2):
         model=BertForSequenceClassification(config),
         args=arguments,
         train_dataset=texts,
-        eval_dataset=texts,
+        eval_dataset=Slow(texts, folder) if slow else texts,
     )
     trainer.train()
     if trainer.is_world_process_zero():
@@ -84,7 +102,7 @@ def test_a_trainer_and_a_summary_writer(tmp_path):
     assert b"eval/loss" in written
 
 
-def fit(folder, has_logger, epochs=2):
+def fit(folder, has_logger, epochs=2, slow=False):
     import lightning as L
     from lightning.pytorch.loggers import CSVLogger
 
@@ -116,8 +134,10 @@ def fit(folder, has_logger, epochs=2):
         default_root_dir=folder,
         logger=CSVLogger(folder) if has_logger else False,
         enable_model_summary=False,
+        num_sanity_val_steps=0 if slow else 2,
     )
-    trainer.fit(Regression(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
+    validated = DataLoader(Slow(data, folder) if slow else data, batch_size=4)
+    trainer.fit(Regression(), DataLoader(data, batch_size=4), validated)
     drawn = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)
     return (
         str(trainer.checkpoint_callback.dirpath),
@@ -159,14 +179,15 @@ def test_lightning_gets_nothing_outside_of_ranks():
     assert lightning_callbacks() == []
 
 
-def learn(folder, epochs=2):
+def learn(folder, epochs=2, slow=False):
     from fastai.basics import DataLoaders, Learner, accuracy
     from fastai.callback import progress  # noqa: F401  as fastai.vision.all imports it
     from fastai.losses import CrossEntropyLossFlat
 
     inputs = torch.randn(64, 4)
     data = TensorDataset(inputs, (inputs.sum(dim=1) > 0).long())
-    loaders = DataLoaders(DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
+    validated = Slow(data, folder) if slow else data
+    loaders = DataLoaders(DataLoader(data, batch_size=8), DataLoader(validated, batch_size=8))
     model = torch.nn.Linear(4, 2)
     learner = Learner(
         loaders, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=folder
@@ -274,3 +295,29 @@ def test_a_training_is_saved_paused_and_stopped_at_a_step(
     paused, goes_on = re.findall(r"(?:paused|goes on) \(step (\d+)\)", run.logs(0))
     assert int(paused) == int(goes_on) > 0
     assert not saved or len([*tmp_path.glob(saved)]) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("function", "args", "num_ranks"),
+    [
+        pytest.param(fine_tune, (), 2, marks=needs("transformers", "tensorboard")),
+        pytest.param(fit, (False,), 2, marks=needs("lightning")),
+        pytest.param(learn, (), 1, marks=needs("fastai")),
+    ],
+)
+def test_a_stop_waits_for_the_end_of_a_validation(function, args, num_ranks, tmp_path):
+    run = notebook_launcher(
+        function,
+        (str(tmp_path), *args),
+        kwargs={"epochs": 100_000, "slow": True},
+        num_processes=num_ranks,
+        devices="cpu",
+        block=False,
+        grace=1,
+    )
+    validates = lambda: run.metrics and (tmp_path / "validates").exists()  # noqa: E731
+    eventually(validates, within=100, what="it has trained, and validates")
+    run.stop()
+    assert None not in run.wait(100).results
+    assert run.status == "stopped"

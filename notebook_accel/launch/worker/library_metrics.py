@@ -63,8 +63,12 @@ def _follow_transformers(trainer: Any) -> None:
             if state.is_world_process_zero:
                 _report(logs or {}, state.global_step)
 
-        def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_save |= this_rank.current().should_save()
+            self.on_prediction_step(args, state, control)
+
+        # An evaluation may take longer than a stop waits to be heard.
+        def on_prediction_step(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
             # The function goes on after train(), and keeps its model.
             control.should_training_stop |= this_rank.current().should_stop()
 
@@ -192,13 +196,18 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
                 of = trainer.checkpoint_callback
                 folder = Path((of and of.dirpath) or trainer.default_root_dir)
                 trainer.save_checkpoint(folder / f"step={trainer.global_step}.ckpt")
-            trainer.should_stop |= this_rank.current().should_stop()
+            _stop_lightning(self, trainer)
             if trainer.global_step % trainer.log_every_n_steps == 0:
                 self.look(trainer, is_batch=True)
 
+        on_validation_batch_end = _stop_lightning
         on_train_epoch_end = on_train_end = on_validation_end = on_test_end = look
 
     return [LightningMetrics()]
+
+
+def _stop_lightning(_callback: Any, trainer: Any, *_: Any) -> None:
+    trainer.should_stop |= this_rank.current().should_stop()
 
 
 def pytorch_lightning_callbacks() -> list[Any]:

@@ -54,6 +54,10 @@ def _follow_fastai(learner: Any) -> None:
             if this_rank.current().should_stop():
                 raise learner.CancelFitException
 
+        def after_batch(self) -> None:
+            if not self.training:  # a validation may take longer than a stop waits to be heard
+                this_rank.current().should_stop()
+
         def __reduce__(self) -> tuple[Any, ...]:
             return learner.Callback, ()  # an exported learner needs nothing of ours
 
