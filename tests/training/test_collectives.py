@@ -172,13 +172,17 @@ def mixes_up():
     accelerator.gather(torch.zeros(2 + accelerator.process_index, 3))
 
 
+def is_told():
+    accelerator = Accelerator(cpu=True)
+    return refused(accelerator.gather, torch.zeros(2 + accelerator.process_index, 3))
+
+
 def test_without_it_the_error_names_the_mode():
     with pytest.raises(WorkerError, match="debug=True, which compares") as caught:
         notebook_launcher(mixes_up, num_processes=2, view="none")
     assert caught.value.signal == "SIGABRT"
-    with pytest.raises(WorkerError, match=r"gather was given different tensors") as caught:
-        notebook_launcher(mixes_up, num_processes=2, view="none", debug=True)
-    assert caught.value.ranks == [0, 1]
+    told = notebook_launcher(is_told, num_processes=2, view="none", debug=True)
+    assert ["gather was given different tensors" in each for each in told] == [True, True]
 
 
 @pytest.mark.parametrize(

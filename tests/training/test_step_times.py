@@ -77,7 +77,7 @@ def test_the_slow_rank_is_named_with_its_reason(slow):
         assert each.total == pytest.approx(parts + each.collectives)
         assert each.num_steps == (19 if slow == "accumulating" else 39)
         assert each.total / each.num_steps > 0.9 * WAIT * 1e9
-    assert times[0].collectives > times[0].total / 2 > times[1].collectives
+    assert times[0].collectives > max(times[0].total / 2, times[1].collectives)
     text = summary_lines(run.state, now=0.0)
     assert line in text
     assert any(one.startswith("rank  a step") and "collectives" in one for one in text)
