@@ -96,12 +96,14 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all(frozen, skipped):
     """Each optimizer has weights, or gradients, in one of the two stages alone."""
     accelerator = meshes.accelerator_for(meshes.THREE, mixed_precision="fp16")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for weight in model.parameters():
+        nn.init.constant_(weight, 0.1)  # large random ones overflow by themselves
     model[0].requires_grad_(not frozen)
     halves = [model] if frozen else model
     optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
     model, *optimizers = accelerator.prepare(model, *optimizers)
     mse = nn.functional.mse_loss
-    accelerator.forward_backward(model, torch.ones(4, 2), torch.ones(4, 2), mse)
+    accelerator.forward_backward(model, torch.ones(4, 2), torch.zeros(4, 2), mse)
     if accelerator.process_index:
         model[1].bias.grad[0] = float("inf")
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
