@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import notebook_launcher
+from notebook_accel import RunStopped, notebook_launcher
 from notebook_accel.launch.worker.library_metrics import lightning_callbacks
 from tests.waiting import eventually
 
@@ -179,9 +179,9 @@ def test_lightning_gets_nothing_outside_of_ranks():
     assert lightning_callbacks() == []
 
 
-def learn(folder, epochs=2, slow=False):
+def new_learner(folder, slow=False):
     from fastai.basics import DataLoaders, Learner, accuracy
-    from fastai.callback import progress  # noqa: F401  as fastai.vision.all imports it
+    from fastai.callback import progress, schedule  # noqa: F401  as fastai.vision.all does
     from fastai.losses import CrossEntropyLossFlat
 
     inputs = torch.randn(64, 4)
@@ -189,9 +189,11 @@ def learn(folder, epochs=2, slow=False):
     validated = Slow(data, folder) if slow else data
     loaders = DataLoaders(DataLoader(data, batch_size=8), DataLoader(validated, batch_size=8))
     model = torch.nn.Linear(4, 2)
-    learner = Learner(
-        loaders, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=folder
-    )
+    return Learner(loaders, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=folder)
+
+
+def learn(folder, epochs=2, slow=False):
+    learner = new_learner(folder, slow)
     before = learner.validate()
     learner.fit(epochs, lr=0.1)
     learner.fit(1, lr=0.01)
@@ -321,3 +323,16 @@ def test_a_stop_waits_for_the_end_of_a_validation(function, args, num_ranks, tmp
     run.stop()
     assert None not in run.wait(100).results
     assert run.status == "stopped"
+
+
+@pytest.mark.long
+@needs("fastai")
+def test_a_stop_within_a_search_for_a_learning_rate_fails_nothing(tmp_path):
+    def search(folder):
+        new_learner(folder).lr_find(num_it=10**6, stop_div=False, show_plot=False)
+
+    run = notebook_launcher(search, (str(tmp_path),), num_processes=1, block=False)
+    eventually(lambda: run.state.ranks[0].steps > 20, what="it searches")
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait(60)

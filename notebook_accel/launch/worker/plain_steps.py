@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
+from notebook_accel.errors import RunStopped
 from notebook_accel.private import of_torch
 from notebook_accel.rank import this_rank
 from notebook_accel.system.modules import change_module
@@ -52,7 +53,9 @@ def _follow_fastai(learner: Any) -> None:
         def after_step(self) -> None:
             _end(self.opt)
             if this_rank.current().should_stop():
-                raise learner.CancelFitException
+                # The search for a learning rate fails where it is cut short.
+                is_search = hasattr(self.learn, "lr_finder")
+                raise RunStopped("the run was stopped") if is_search else learner.CancelFitException
 
         def after_batch(self) -> None:
             if not self.training:  # a validation may take longer than a stop waits to be heard
