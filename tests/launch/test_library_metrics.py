@@ -55,7 +55,7 @@ def fine_tune(folder, epochs=2, slow=False):
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=4,
-        per_device_eval_batch_size=2,
+        per_device_eval_batch_size=2 if slow else 8,
         num_train_epochs=epochs,
         logging_steps=1,
         eval_strategy="epoch",
