@@ -31,12 +31,14 @@ def train(num_batches, kind):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "FSDP2" else None
     accelerator = Accelerator(fsdp_plugin=plugin)
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+    optimizers = [torch.optim.AdamW(model.parameters())]
     if kind == "plain DDP":
-        model = torch.nn.parallel.DistributedDataParallel(model.to(accelerator.device))
-    optimizer = torch.optim.AdamW(model.parameters())
+        model.to(accelerator.device)
+        optimizers = [torch.optim.AdamW(part.parameters()) for part in (model[:2], model[2:])]
+        model = torch.nn.parallel.DistributedDataParallel(model)
     loader = torch.utils.data.DataLoader(torch.randn(num_batches * 8, 512), batch_size=4)
     if kind != "plain DDP":
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        model, optimizers[0], loader = accelerator.prepare(model, optimizers[0], loader)
     accelerator.knob("ready", 0)
     device = torch.get_device_module(accelerator.device)
     held = []
@@ -51,8 +53,9 @@ def train(num_batches, kind):
     for inputs in loader:
         loss = model(inputs.to(accelerator.device)).square().mean()
         accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
         time.sleep(0.02)
     ends.set()
