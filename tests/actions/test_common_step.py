@@ -274,6 +274,27 @@ def test_a_pause_that_one_rank_does_not_come_to_is_given_up(monkeypatch):
     run.stop()
 
 
+@pytest.mark.long
+def test_a_stop_is_heard_behind_a_save_that_one_rank_does_not_come_to():
+    def trains_on_rank_0():
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        for _ in range(3):
+            optimizer.step()
+            time.sleep(0.5)
+        while accelerator.is_main_process:
+            optimizer.step()
+        accelerator.wait_for_everyone()
+
+    run = start(trains_on_rank_0)
+    eventually(lambda: run.state.ranks[0].steps > 3, what="it trains")
+    call_of(run).act(wire.Action(kind="save"))
+    eventually(lambda: "save (step" in run.logs(0), what="rank 0 has been there")
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait(60)
+
+
 def test_a_value_that_a_later_knob_refuses_ends_no_training(tmp_path):
     def waits(path):
         accelerator = Accelerator(cpu=True)

@@ -283,7 +283,7 @@ class Agent:
         stage = self._ending.next_stage(
             now=now,
             stuck=self._are_stuck(now, since=self._stopping_since),
-            hears=any(rank.clock.hears for rank in self._going_on()),
+            hears=any(rank.clock.hears for rank in self._moving(now, since=self._stopping_since)),
             leaving=all(map(self._is_reached, ranks)),
             # The connections of a killed process close before it can be reaped, and other ranks may
             # fail because of that: no other rank is blamed before it has ended.
@@ -316,11 +316,13 @@ class Agent:
 
     def _are_stuck(self, now: float, *, since: float) -> bool:
         """Return whether none of the ranks that a stop has not reached makes progress."""
+        return bool(self._going_on()) and not self._moving(now, since=since)
+
+    def _moving(self, now: float, *, since: float) -> list[RankProcess]:
+        """Return the ranks that a stop has not reached, and that make progress."""
         grace = self._ending.grace if self._ending.stage == Stage.STOP else None
         going_on = self._going_on()
-        return bool(going_on) and all(
-            rank.clock.is_stuck(now, since=since, grace=grace) for rank in going_on
-        )
+        return [one for one in going_on if not one.clock.is_stuck(now, since=since, grace=grace)]
 
     def _tell_what_stop_waits_for(self, now: float) -> None:
         if now < self._next_wait_notice or self._ending.stage not in (Stage.STOP, Stage.ALIGN):
