@@ -243,6 +243,7 @@ _ATTRIBUTES = [
     ("torch", torch.autograd.Variable, "_execution_engine"),
     ("torch", torch.Tensor, "_version"),
     ("torch", distributed_c10d, "_world"),
+    ("torch", distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
     ("python", atexit, "_clear"),
     ("python", atexit, "_run_exitfuncs"),
     ("python", util, "_exit_function"),
