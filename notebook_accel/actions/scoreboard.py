@@ -8,7 +8,8 @@ training: stop, save, pause, or take a knob's new value. If one rank stopped ear
 the other would wait for it in a collective for ever; if one took a new rate a step later, the two
 would no longer train alike. A rank comes to a point whenever a prepared data loader gives a batch
 (counted in "batches"), or the user's function reads ``should_stop`` ("reads") or ``should_save``
-("saves"), and in a loop without a prepared loader whenever an optimizer step begins ("begun").
+("saves"), and in a loop without a prepared loader whenever an optimizer step begins ("begun"; of an
+optimizer that was not prepared, the first step after a collective: one rank may have its own).
 :func:`leave_after` and :func:`meet_after` say which of them count. An interrupt of ranks whose
 devices work asynchronously is a stop as well: their devices could not end what only some ranks have
 queued.
