@@ -34,7 +34,7 @@ import msgspec
 
 # A template says it first, and a machine as it joins: the other side compares it. Raise it with
 # every change of a message: a kernel and the processes that it starts may be of two versions.
-VERSION = 26
+VERSION = 27
 
 
 # What a knob may hold.
@@ -509,12 +509,14 @@ class PointReached(Message, frozen=True, kw_only=True):
         number: of the action; ``scoreboard.STOP`` for a stop.
         refused: why this machine cannot do the action; "" if it can.
         did: whether a rank has begun the action, or may have.
+        misses: whether a rank in the call has not begun it.
     """
 
     number: int
     passed: Passed = Passed()
     refused: str = ""
     did: bool = False
+    misses: bool = False
 
 
 class ActionDone(Message, frozen=True, kw_only=True):

@@ -87,7 +87,10 @@ class Acting:
                 self._asked_at = None
                 # At worst the ranks keep the point that they had, which is correct too.
                 did = not is_patient or self._board.has_begun(self._number)
-                self._post(wire.PointReached, number=self._number, passed=passed, did=did)
+                misses = self._board.misses(self._number)
+                self._post(
+                    wire.PointReached, number=self._number, passed=passed, did=did, misses=misses
+                )
         if not self._is_done and (num_done := self._board.num_done(self._number)) is not None:
             self._is_done = True
             self._post(wire.ActionDone, number=self._number, num_ranks=num_done)

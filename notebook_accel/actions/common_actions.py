@@ -2,7 +2,8 @@
 
     in line -> ASKED -all agents answer-> POINT -all ranks did it-> done, the next
                                           POINT -30 s-> HELD -some rank did it-> POINT, no limit
-                                                        HELD -a pause, or no rank did-> withdrawn
+                                                        HELD -no rank did-> withdrawn, the next
+                                                        HELD -a pause, not by all-> withdrawn
 
 A stop has its answers and its point as an action has. The agents ask their ranks for it once these
 have done what was asked before. actions/scoreboard.py has the whole.
@@ -221,7 +222,9 @@ class CommonActions:
         elif first.is_held:
             first.is_held = False
             did = any(first.answers[agent].did for agent in agents)
-            if did and first.action.kind != "pause":  # which ranks can leave
+            misses = any(first.answers[agent].misses for agent in agents)
+            # Ranks leave a pause again to which not all have come.
+            if did and not (misses and first.action.kind == "pause"):
                 first.due = math.inf
                 self._act_at(first, first.point or wire.NOWHERE)
             else:

@@ -276,6 +276,10 @@ class Scoreboard:
         """Return whether a rank has begun the action. Called by the agent, after :meth:`passed`."""
         return any(row.did >= number for row in self._rows)
 
+    def misses(self, number: int) -> bool:
+        """Return whether a rank in the call has not begun the action."""
+        return any(row.did < number for row in self._rows_in_call())
+
     def num_done(self, number: int) -> int | None:
         """Return how many ranks have done the action; None while a rank in the call has not."""
         if any(row.done < number and not row.call_over for row in self._rows):

@@ -1,5 +1,6 @@
 """Knobs, saves, pauses and stops happen at the same step of all ranks, in real processes."""
 
+import contextlib
 import random
 import re
 import threading
@@ -272,6 +273,34 @@ def test_a_pause_that_one_rank_does_not_come_to_is_given_up(monkeypatch):
     steps = run.state.ranks[0].steps
     eventually(lambda: run.state.ranks[0].steps > steps, what="rank 0 goes on")
     run.stop()
+
+
+def test_a_pause_may_take_longer_than_the_way_to_its_point(monkeypatch):
+    monkeypatch.setattr(actions, "POINT_SECONDS", 0.3)
+
+    def moves_slowly():
+        accelerator, context = Accelerator(cpu=True), this_rank.current()
+        plain = context._devices_freed
+
+        @contextlib.contextmanager
+        def freed():
+            time.sleep(2)
+            with plain():
+                yield
+
+        context._devices_freed = freed
+        knob = accelerator.knob("lr", 0.5)
+        while not accelerator.should_stop:
+            time.sleep(0.01)
+        return knob.value
+
+    run = start(moves_slowly)
+    trains(run)
+    run.pause()
+    assert run.status == "paused"
+    run.go_on()
+    run.stop()
+    assert run.results == [0.5, 0.5]
 
 
 @pytest.mark.long
