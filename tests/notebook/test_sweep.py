@@ -594,6 +594,7 @@ def test_a_thousand_trials_leave_the_kernel_as_it_was():
         )
         kept, descriptors, threads, memory = map(float, shown.split()[-4:])
         assert kept == 50
-        assert descriptors <= 3
-        assert threads <= 2
+        # zmq begins a thread with its first large message, which has seven.
+        assert descriptors <= 3 + 7
+        assert threads <= 2 + 1
         assert memory < 100, "MB; the panel's and the handles' of 1,000 runs"
