@@ -489,7 +489,7 @@ class LaunchedContext(RankContext):
     def begin_plain_step(
         self,
         optimizer: Any,
-        num_collectives: int,
+        num_collectives: Callable[[], int],
         off_device: Callable[[Any], AbstractContextManager[None]],
     ) -> None:
         """Count the step of an optimizer in a call that has prepared nothing.
@@ -499,7 +499,7 @@ class LaunchedContext(RankContext):
         a collective is one.
 
         Args:
-            num_collectives: how many this process has begun.
+            num_collectives: returns how many this process has begun; asked where the step counts.
         """
         # One that is known had an error in its last step, which the function has caught.
         is_known = self._plain is not None and self._plain() is optimizer
@@ -511,8 +511,8 @@ class LaunchedContext(RankContext):
         if not is_known:
             self._plain, self._off_device = weakref.ref(optimizer), off_device
             self._all_plain.add(optimizer)
-        if num_collectives != self._collectives:
-            self._collectives, self._num_in_round = num_collectives, 0
+        if (collectives := num_collectives()) != self._collectives:
+            self._collectives, self._num_in_round = collectives, 0
             self._num_rounds += 1
         self._num_in_round += 1
         own = _STEPS_OF_ONE_RANK if self._num_rounds else 0

@@ -26,7 +26,7 @@ def install() -> None:
 def _begin(optimizer: Any, *_: Any) -> None:
     if not _is_compiling():
         context: Any = this_rank.current()
-        context.begin_plain_step(optimizer, of_torch.num_collectives(), _off_device)
+        context.begin_plain_step(optimizer, of_torch.num_collectives, _off_device)
 
 
 def _end(optimizer: Any, *_: Any) -> None:
