@@ -36,6 +36,7 @@ from notebook_accel.launch.payload import cells, culprits, pickling
 from notebook_accel.launch.payload.cells import CellSource
 from notebook_accel.launch.payload.pickling import CallPickler, LeftInRank, ResultPickler
 from notebook_accel.system import segment
+from notebook_accel.system.interrupts import held
 
 # Not as a part of the path of a file.
 _TORCH = re.compile(rb"(?<![\w/.-])torch\b")
@@ -154,8 +155,10 @@ def pack_call(
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
     module_class = getattr(sys.modules.get("torch.nn"), "Module", ())
+    with held():  # an interrupt before the parcel owns the segment would leave that open
+        parcel = Parcel(*pack(_as_packed(body, buffers, (used_sources, tuple(setup)))))
     return PackedCall(
-        parcel=Parcel(*pack(_as_packed(body, buffers, (used_sources, tuple(setup))))),
+        parcel=parcel,
         registry=Registry(
             sent=dict(enumerate(pickler.sent, session.num_sent)),
             earlier=WeakValueDictionary(before),
