@@ -59,6 +59,7 @@ _CALLS_BETWEEN_REMOVALS = 25
 _MAX_NAME = _MAX_ARGUMENTS = 60
 # In the folder of a run that was stopped, once another goes on from there.
 _STOPPED = "stopped"
+_OF_TRAINERS = "(a Trainer goes on from its own: trainer.train(resume_from_checkpoint=True))"
 
 
 def launch(request: LaunchRequest) -> Run:
@@ -566,7 +567,8 @@ def folder_to_resume(source: object) -> str:
     # Imported when it is used: it needs torch.
     start = import_module("notebook_accel.training.checkpoint.start")
     if not start.candidates(folder):
-        what = "there is no checkpoint in it" if folder.is_dir() else "there is no such folder"
+        nothing = f"there is no checkpoint of an Accelerator in it {_OF_TRAINERS}"
+        what = nothing if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"resume={str(source)!r}: {what}")
     return str(folder)
 
@@ -580,7 +582,10 @@ def folder_for_clone(run: Run) -> str:
     folder = run.log_dir / f"warm-{secrets.token_hex(4)}"
     save_for_clone(run, folder)
     if not folder.is_dir():
-        raise ConfigError(f"{run.name} has prepared no model yet, with which a clone could begin")
+        raise ConfigError(
+            f"{run.name} has prepared no model yet, with which a clone could begin. A Trainer's or "
+            "Lightning's training is cloned only without warm=True"
+        )
     return str(folder)
 
 
@@ -604,9 +609,8 @@ def _folder_of(run: Run) -> str:
         why = "It goes on, and has written no checkpoint: run.stop() it, or run.save()"
     else:
         why = (
-            "It wrote no checkpoint by an Accelerator (a Trainer goes on from its own: "
-            "trainer.train(resume_from_checkpoint=True)), and was not stopped while it trained "
-            "prepared models (a function that reads should_stop returns by itself): save_state() "
-            "or resume_or_start() keeps one"
+            f"It wrote no checkpoint by an Accelerator {_OF_TRAINERS}, and was not stopped while "
+            "it trained prepared models (a function that reads should_stop returns by itself): "
+            "save_state() or resume_or_start() keeps one"
         )
     raise ConfigError(f"{run.name} left nothing to go on from. {why}{lost}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel import wire
-from notebook_accel.config.checks import as_choice, as_seconds
+from notebook_accel.config.checks import as_choice, as_seconds, shown
 from notebook_accel.errors import (
     ConfigError,
     LaunchError,
@@ -348,6 +348,7 @@ class Run:
             function: gets this run.
 
         Raises:
+            ConfigError: ``function`` is none, such as the result of one.
             NotebookAccelError: the run goes on in another process, which does not tell this one of
                 the run's end.
 
@@ -355,6 +356,11 @@ class Run:
             >>> run.add_done_callback(lambda run: print(run.status))
             succeeded
         """
+        # Told now, not in the log at the end of the night.
+        if not callable(function):
+            raise ConfigError(
+                f"add_done_callback({shown(function)}): expected a function, without calling it"
+            )
         self._call.check_waiting()
         if self._call.ended.is_set():
             return self._tell(function)

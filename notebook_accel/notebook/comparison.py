@@ -90,6 +90,13 @@ class Charts:
                 found.setdefault(name, {})[label] = curve
         return {name: found[name] for name in names or to_draw(found) if name in found}
 
+    def _nothing(self) -> str:
+        """Return why there is no chart: nothing is logged yet, or nothing that was asked for."""
+        logged = ", ".join(map(repr, self._curves(())))
+        asked = ", ".join(map(repr, self._names))
+        told = f"{asked}: not logged yet; there is {logged}"
+        return told if logged else "no metric is logged yet"
+
     def __repr__(self) -> str:
         metrics = self._curves(self._names)
         rows = [
@@ -98,7 +105,7 @@ class Charts:
             for label, curve in curves.items()
         ]
         rows = [[name, *rest] for name, _, *rest in rows] if len(self._runs) == 1 else rows
-        text = wording.aligned(rows) if rows else ["no metric is logged yet"]
+        text = wording.aligned(rows) if rows else [self._nothing()]
         table = [] if self._table is None else ["", repr(self._table)]
         return "\n".join([*text, *table])
 
@@ -133,7 +140,7 @@ class Charts:
                 is_live=is_live,
             )
             if shown
-            else element("div", "no metric is logged yet"),
+            else element("div", self._nothing()),
             element("div", more, style=snapshot.MUTED) if more else "",
         ]
         frame = element(

@@ -32,7 +32,7 @@ from notebook_accel.render.markup import element
 from notebook_accel.render.snapshot import COLOURS
 
 T = TypeVar("T")
-# Metrics with a column; of more the first ones have one.
+# Metrics with a column; of more those whose name says what is good, then the first ones.
 _MAX_METRICS = 8
 # Characters of what a run is called, and of an error.
 _MAX_LABEL = 60
@@ -91,7 +91,9 @@ class RunTable(list[T]):
     def _columns(self, runs: Sequence[tuple[str, Run]]) -> list[tuple[_Title, list[str]]]:
         """Return titles and cells; columns that say nothing new are left out."""
         logged = dict.fromkeys(name for _, run in runs for name in last_values(run.state))
-        names = list(logged if self._names is None else self._names)
+        # What a library keeps beside, such as its times, shall not take the place of a loss.
+        by_use = sorted(logged, key=lambda name: mode_of(name) is None)
+        names = list(by_use if self._names is None else self._names)
         if self._sort is not None:
             names = [self._sort, *(name for name in names if name != self._sort)]
         modes = {name: mode_of(name) for name in names[:_MAX_METRICS]}

@@ -55,6 +55,9 @@ def test_charts_in_a_kernel_are_the_panels_and_follow_runs_that_train(notebook, 
     # It may not have logged yet.
     is_overlaid = lambda: [*map(len, strokes(output["data"]["text/html"]))] == [2]  # noqa: E731
     assert kernel.listen_until(is_overlaid, seconds=30)
+    told = "'los': not logged yet; there is 'loss', '<b>'"
+    assert notebook.run("print(live.plot('los'))") == f"{told}\n"
+    assert told in html.unescape(notebook.run("print(live.plot('los')._repr_html_())"))
     first = output["data"]["text/html"]
     # A colour a run; what differs is in the legend, and what does not is not.
     assert strokes(first) == [["#d9730d", "#2f86d6"]]

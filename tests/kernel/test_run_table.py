@@ -114,6 +114,15 @@ s = sweep(trial, space, metric="loss", concurrent=1, view="none")
 last = notebook_launcher(trial, (0.5, 4), 1, name="last")
 """
 
+MANY = """
+from notebook_accel import Accelerator, notebook_launcher
+
+def times():
+    Accelerator().log({**{f"time {n}": n for n in range(9)}, "val_loss": 1.0})
+
+notebook_launcher(times, num_processes=1)
+"""
+
 
 def test_a_sweep_is_one_row_that_opens(tmp_path):
     with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs")}) as notebook:
@@ -143,3 +152,7 @@ def test_a_sweep_is_one_row_that_opens(tmp_path):
         lines, html = shown(notebook, "from notebook_accel import runs\nruns(everywhere=True)")
         assert names(lines) == ["run", "alone", best, "last"]
         assert html.count("<details>") == 1
+        # More metrics than columns: those that say how good a run is come first.
+        notebook.run(MANY)
+        lines, _ = shown(notebook, "runs()")
+        assert cells(lines)[0][3:6] == ["val_loss", "best val_loss", "time 0"]

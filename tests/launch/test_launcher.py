@@ -209,6 +209,8 @@ def test_done_callbacks_are_called_at_the_end_in_their_order(tmp_path, caplog):
         folder.mkdir()
         run = on_cpu(train, str(folder), block=False)
         run.add_done_callback(lambda run: told.append((run.status, run.results)))
+        with pytest.raises(ConfigError, match=r"add_done_callback\(None\): expected a function"):
+            run.add_done_callback(None)
         run.add_done_callback(broken)
         run.add_done_callback(lambda run: told.append(run.id))
         assert told == []

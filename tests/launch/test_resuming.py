@@ -227,12 +227,25 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path):
     run = start()
     for source, words in [
         (run, "It wrote no checkpoint"),
-        (str(tmp_path), "no checkpoint in it"),
+        (str(tmp_path), r"no checkpoint of an Accelerator in it \(a Trainer goes on from its own"),
         (tmp_path / "none", "no such folder"),
         (3, "expected a run"),
     ]:
         with pytest.raises(ConfigError, match=words):
             folder_to_resume(source)
+
+
+def test_a_training_that_prepared_nothing_is_not_cloned_warm():
+    def own_loop():
+        accelerator = Accelerator(cpu=True)
+        while not accelerator.should_stop:
+            time.sleep(0.001)
+
+    run = start(function=own_loop, ranks=1, block=False)
+    with pytest.raises(ConfigError, match=r"own_loop has prepared no model.*A Trainer's or"):
+        run.clone(warm=True)
+    run.stop()
+    run.wait()
 
 
 def keep_own_file(models, weights, folder):

@@ -622,7 +622,9 @@ def _sweep(asked: Mapping[str, Any], folder: SweepFolder) -> Sweep:
                     f"space: {shown(name)} is no name of an argument: expected a text"
                 )
         if twice := [name for name in sample if name in kwargs]:
-            raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
+            raise ConfigError(
+                f"{', '.join(twice)}: both in space and in args or kwargs; leave one out"
+            )
         check_call(function, args, {**kwargs, **sample})
     view = launch.get("view", "auto")
     choose_view(view)  # for its check alone
