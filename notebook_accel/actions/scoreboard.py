@@ -108,11 +108,14 @@ def leave_after(answers: Iterable[Passed]) -> Point:
 def meet_after(answers: Iterable[Passed]) -> Point:
     """Return where all ranks do an action that does not end their loops; as :func:`leave_after`.
 
-    That is a batch, or the first point of any kind in a call that has no batches.
+    That is a batch, or the first point of any kind in a call that has no batches. Rank 0 may be the
+    only one that reads ``should_save``: its reads count where nothing else does.
     """
     answers = tuple(answers)
     point = _right_after(answers)
-    return Point(batches=point.batches) if any(one.batches for one in answers) else point
+    if any(one.batches for one in answers):
+        return Point(batches=point.batches)
+    return replace(point, saves=0) if any(one.reads or one.begun for one in answers) else point
 
 
 def _right_after(answers: Sequence[Passed]) -> Point:

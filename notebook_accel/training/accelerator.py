@@ -1418,8 +1418,9 @@ class Accelerator(TrainingInfo):
 
         The panel shows a slider, a list or a switch for it, and ``run.set(name=value)`` sets it.
         All ranks take a new value at the same step, where a prepared loader gives its next batch;
-        in a function without one, where it reads ``should_stop`` or ``should_save``. Checkpoints
-        keep it, and each change is a metric ``knob/NAME``. Outside of a launch it is its default.
+        in a function without one, before an optimizer's step or where it reads ``should_stop``.
+        Checkpoints keep it, and each change is a metric ``knob/NAME``. Outside of a launch it is
+        its default.
 
         Args:
             name: a knob that was made before under this name is returned.

@@ -250,3 +250,16 @@ def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop():
 def test_where_one_rank_reads_should_stop_all_leave_at_a_read():
     answers = [wire.Passed(batches=3), wire.Passed(reads=1, reads_should_stop=True)]
     assert scoreboard.leave_after(answers) == wire.Point(reads=2)
+
+
+@pytest.mark.parametrize(
+    ("passed", "point"),
+    [
+        (wire.Passed(batches=3, begun=3, saves=3), wire.Point(batches=4)),
+        (wire.Passed(begun=3, saves=2), wire.Point(batches=1, reads=1, begun=4)),
+        (wire.Passed(reads=3, saves=2), wire.Point(batches=1, reads=4, begun=1)),
+        (wire.Passed(saves=2), wire.Point(batches=1, reads=1, begun=1, saves=3)),
+    ],
+)
+def test_reads_of_should_save_are_points_where_nothing_else_is(passed, point):
+    assert scoreboard.meet_after([wire.Passed(), passed]) == point

@@ -372,6 +372,29 @@ def test_a_save_in_a_validation_is_due_at_the_next_step_of_the_training(tmp_path
     assert run.wait().results == [[(1, 0), (1, 0)]] * 2
 
 
+def test_a_save_that_rank_0_alone_reads_is_asked_for_at_a_step_of_all():
+    def trains(num_saves):
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        saved = torch.zeros(1)
+        while saved < num_saves:
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            if accelerator.is_main_process:
+                time.sleep(0.02)  # it mostly lies between its step and the read
+                saved += accelerator.should_save
+            torch.distributed.broadcast(saved, 0)
+        return int(saved)
+
+    run = start(trains, 5, timeout=SOON)
+    eventually(lambda: all(rank.steps for rank in run.state.ranks), what="it trains")
+    for _ in range(5):
+        asked = call_of(run).act(wire.Action(kind="save"))
+        asked.result(SOON)
+    assert run.results == [5, 5]
+
+
 def test_what_is_asked_after_a_stop_is_refused_and_does_not_undo_it():
     run = start(train, 100_000)
     trains(run)

@@ -64,8 +64,9 @@ def _follow_transformers(trainer: Any) -> None:
                 _report(logs or {}, state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_save |= this_rank.current().should_save()
+            # In this order: a save comes with a read of should_stop, as all that is asked.
             self.on_prediction_step(args, state, control)
+            control.should_save |= this_rank.current().should_save()
 
         # An evaluation may take longer than a stop waits to be heard.
         def on_prediction_step(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
@@ -192,11 +193,11 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
                 _report(new, max(0, trainer.global_step - 1))
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            _stop_lightning(self, trainer)  # first: a save comes with a read of should_stop
             if this_rank.current().should_save():
                 of = trainer.checkpoint_callback
                 folder = Path((of and of.dirpath) or trainer.default_root_dir)
                 trainer.save_checkpoint(folder / f"step={trainer.global_step}.ckpt")
-            _stop_lightning(self, trainer)
             if trainer.global_step % trainer.log_every_n_steps == 0:
                 self.look(trainer, is_batch=True)
 
