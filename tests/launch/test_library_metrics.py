@@ -130,6 +130,7 @@ def fit(folder, has_logger, epochs=2, slow=False):
         devices=2,
         strategy="ddp",
         max_epochs=epochs,
+        min_epochs=epochs,
         log_every_n_steps=1,
         default_root_dir=folder,
         logger=CSVLogger(folder) if has_logger else False,

@@ -208,7 +208,10 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
 
 
 def _stop_lightning(_callback: Any, trainer: Any, *_: Any) -> None:
-    trainer.should_stop |= this_rank.current().should_stop()
+    if this_rank.current().should_stop():
+        trainer.should_stop = True
+        # Else it would train on until it has made as many.
+        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
