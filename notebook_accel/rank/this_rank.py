@@ -321,9 +321,11 @@ class LaunchedContext(RankContext):
         self.made_group = has_group
         self.lost_group = self.left_with_all = self.is_stepping = False
         self._grace = message.grace
-        # The optimizer that was stepped last without being prepared; all such, and what frees their
-        # device; the collectives at the last step, how often they changed, and steps since.
+        # The optimizer that was stepped last without being prepared, and those within its step; all
+        # such, and what frees their device; the collectives at the last step, how often they
+        # changed, and steps since.
         self._plain: weakref.ref[Any] | None = None
+        self._inner: set[int] = set()
         self._all_plain: weakref.WeakSet[Any] = weakref.WeakSet()
         self._off_device: Callable[[Any], AbstractContextManager[None]] | None = None
         self._collectives, self._num_rounds, self._num_in_round = -1, -1, 0
@@ -467,6 +469,7 @@ class LaunchedContext(RankContext):
             elif self._acts("begun"):
                 self._leave()
         self.is_stepping = True
+        self._inner.clear()
 
     def count_step(
         self, device_memory: MemoryReader | None = None, *, skipped: bool = False
@@ -501,12 +504,15 @@ class LaunchedContext(RankContext):
         Args:
             num_collectives: returns how many this process has begun; asked where the step counts.
         """
-        # One that is known had an error in its last step, which the function has caught.
-        is_known = self._plain is not None and self._plain() is optimizer
-        is_outer = is_known or not self.is_stepping
         # A thread of the user's has no context of its own, and steps on each rank when it likes.
         is_here = _context.get() is self and self.is_own_process
-        if not (is_outer and is_here and self._training is None):
+        if not (is_here and self._training is None):
+            return
+        # One that begins anew had an error in its last step, which the function has caught; one
+        # that begins twice within another's, in that one's.
+        is_known = self._plain is not None and self._plain() is optimizer
+        if not (is_known or not self.is_stepping or id(optimizer) in self._inner):
+            self._inner.add(id(optimizer))
             return
         if not is_known:
             self._plain, self._off_device = weakref.ref(optimizer), off_device

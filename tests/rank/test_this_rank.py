@@ -1,5 +1,6 @@
 """Who a rank is, wherever its code asks, and what it says to whom."""
 
+import contextlib
 import contextvars
 import os
 import threading
@@ -207,3 +208,24 @@ def test_steps_are_those_of_optimizers_and_without_any_batches():
     training = _Training()
     context.note_training(training, "")
     assert context.num_steps == 0
+
+
+def test_steps_of_optimizers_that_nobody_has_prepared_also_after_one_that_failed():
+    context, _, board = launched()
+    enter(context)
+
+    def begin(optimizer):
+        context.begin_plain_step(optimizer, lambda: 0, contextlib.nullcontext)
+
+    def end(optimizer):
+        context.end_plain_step(optimizer, lambda _: None)
+
+    failed, outer, inner = (torch.optim.SGD([torch.ones(1)]) for _ in range(3))
+    begin(failed)  # which had no room for its state; another one goes on
+    for _ in range(5):
+        begin(outer)
+        begin(inner)
+        end(inner)
+        end(outer)
+    # The first is taken for one within the failed one's step.
+    assert board.row(1).begun == board.row(1).steps + 1 == 5
