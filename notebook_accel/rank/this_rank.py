@@ -608,6 +608,8 @@ class LaunchedContext(RankContext):
             self.set_knobs(action.values)
         elif action.kind == "save" and self.save_here is not None:
             self.save_here()
+        elif action.kind == "save" and counter == "saves":
+            self._save_is_due = True  # rank 0 may be the only one that comes here
         else:
             is_save = action.kind == "save"
             self._save_is_due = self._save_is_due or is_save

@@ -372,27 +372,29 @@ def test_a_save_in_a_validation_is_due_at_the_next_step_of_the_training(tmp_path
     assert run.wait().results == [[(1, 0), (1, 0)]] * 2
 
 
-def test_a_save_that_rank_0_alone_reads_is_asked_for_at_a_step_of_all():
-    def trains(num_saves):
+@pytest.mark.parametrize(("prepares", "num_saves"), [(True, 5), (False, 1)])
+def test_a_save_that_rank_0_alone_reads_holds_up_nobody(prepares, num_saves):
+    def saves_on_rank_0(num_saves):
         accelerator = Accelerator(cpu=True)
-        model = torch.nn.Linear(4, 1)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        model = accelerator.prepare(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer = accelerator.prepare(optimizer) if prepares else optimizer
+        accelerator.knob("lr", 0.1)
         saved = torch.zeros(1)
         while saved < num_saves:
             accelerator.backward(model(torch.ones(2, 4)).sum())
             optimizer.step()
             if accelerator.is_main_process:
-                time.sleep(0.02)  # it mostly lies between its step and the read
+                time.sleep(0.02)  # the save mostly comes between a step and this read
                 saved += accelerator.should_save
             torch.distributed.broadcast(saved, 0)
         return int(saved)
 
-    run = start(trains, 5, timeout=SOON)
-    eventually(lambda: all(rank.steps for rank in run.state.ranks), what="it trains")
-    for _ in range(5):
-        asked = call_of(run).act(wire.Action(kind="save"))
-        asked.result(SOON)
-    assert run.results == [5, 5]
+    run = start(saves_on_rank_0, num_saves, timeout=SOON)
+    trains(run)
+    for _ in range(num_saves):
+        call_of(run).act(wire.Action(kind="save")).result(SOON)
+    assert run.results == [num_saves] * 2
 
 
 def test_what_is_asked_after_a_stop_is_refused_and_does_not_undo_it():
