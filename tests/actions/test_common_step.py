@@ -373,7 +373,7 @@ def test_a_save_in_a_validation_is_due_at_the_next_step_of_the_training(tmp_path
 
 
 @pytest.mark.parametrize(("prepares", "num_saves"), [(True, 5), (False, 1)])
-def test_a_save_that_rank_0_alone_reads_holds_up_nobody(prepares, num_saves):
+def test_a_save_that_rank_0_alone_reads_holds_up_nobody(prepares, num_saves, tmp_path):
     def saves_on_rank_0(num_saves):
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(torch.nn.Linear(4, 1))
@@ -393,7 +393,7 @@ def test_a_save_that_rank_0_alone_reads_holds_up_nobody(prepares, num_saves):
     run = start(saves_on_rank_0, num_saves, timeout=SOON)
     trains(run)
     for _ in range(num_saves):
-        call_of(run).act(wire.Action(kind="save")).result(SOON)
+        call_of(run).act(wire.Action(kind="save", folder=str(tmp_path))).result(SOON)
     assert run.results == [num_saves] * 2
 
 
