@@ -36,9 +36,13 @@ Agent = tuple[int, ...]
 
 @dataclass(kw_only=True)
 class _Asked:
-    """An action that was asked for; ``answers`` are of the question asked last."""
+    """An action that was asked for; ``answers`` are of the question asked last.
+
+    One that ``stays`` is asked for again where the ranks come to no point: nobody waits for it.
+    """
 
     action: wire.Action
+    stays: bool = False
     done: Future[None] = field(default_factory=Future)
     number: int = 0
     point: wire.Point | None = None
@@ -79,10 +83,11 @@ class CommonActions:
 
     # ---- what anybody asks -------------------------------------------------------------------
 
-    def ask(self, action: wire.Action) -> Future[None]:
+    def ask(self, action: wire.Action, *, stays: bool = False) -> Future[None]:
         """Have all ranks do an action, once it is its turn; the future says when they have.
 
-        New values of knobs that wait for their turn are replaced by newer ones.
+        New values of knobs that wait for their turn are replaced by newer ones. Those that ``stay``
+        wait for a point for as long as the call lasts.
         """
         with held(), self._lock:
             if self._why_ended:
@@ -99,8 +104,9 @@ class CommonActions:
                 last.action = wire.Action(
                     kind="set", values={**last.action.values, **action.values}
                 )
+                last.stays &= stays
                 return last.done
-            asked = _Asked(action=action)
+            asked = _Asked(action=action, stays=stays)
             self._line.append(asked)
             self._ask_first()
             return asked.done
@@ -248,7 +254,17 @@ class CommonActions:
 
     def _withdraw(self, first: _Asked, error: Exception) -> None:
         self._act_at(first, wire.NOWHERE)
-        self._finish_first(error)
+        if not first.stays or not isinstance(error, TimeoutError):
+            return self._finish_first(error)
+        # After what waits; newer values count.
+        again = _Asked(action=first.action, done=first.done, stays=True)
+        self._line = [*self._line[1:], again]
+        newer = next(one for one in self._line if one.action.kind == "set")
+        if newer is not again:
+            values = {**first.action.values, **newer.action.values}
+            newer.action = wire.Action(kind="set", values=values)
+            self._line.pop()
+        return self._ask_first()
 
     def _finish_first(self, error: Exception | None) -> None:
         done = self._line.pop(0).done

@@ -419,14 +419,15 @@ class Run:
                 f"has made no such knob; it has {has}. Make it by accelerator.knob(name, default)"
             )
         values = {k: checked(made[k], v) if k in made else plain(k, v) for k, v in values.items()}
-        asked = self._call.act(wire.Action(kind="set", values=values))
+        is_kept = len(unknown) == len(values) or self.status == "paused"
+        asked = self._call.act(wire.Action(kind="set", values=values), stays=is_kept)
         if unknown and made and not asked.done():
             warnings.warn(
                 f"the function has made no knob {', '.join(unknown)} yet (it has "
                 f"{', '.join(made)}): the value is kept until it does",
                 stacklevel=2,
             )
-        if asked.done() or (len(unknown) < len(values) and self.status != "paused"):
+        if asked.done() or not is_kept:
             self._await(asked)
 
     def save(self) -> None:

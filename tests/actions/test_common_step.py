@@ -253,6 +253,29 @@ def test_what_meets_no_point_changes_nothing_and_says_so(monkeypatch, tmp_path):
     assert run.results == [0.5, 0.5]
 
 
+def test_a_value_is_kept_for_a_knob_that_is_made_after_a_long_preparation(monkeypatch, tmp_path):
+    monkeypatch.setattr(actions, "POINT_SECONDS", 0.2)
+
+    def prepares(path):
+        accelerator = Accelerator(cpu=True)
+        while not path.exists():
+            time.sleep(0.01)
+        knobs = [accelerator.knob(name, 0.5) for name in ("lr", "decay", "clip")]
+        while [knob.value for knob in knobs] != [1, 2, 3] and not accelerator.should_stop:
+            time.sleep(0.001)
+        return [knob.value for knob in knobs]
+
+    run = start(prepares, tmp_path / "prepared", timeout=SOON)
+    eventually(lambda: run.status == "running", what="the ranks run")
+    run.set(lr=1, decay=1)
+    run.set(decay=2, clip=2)
+    with pytest.raises(TimeoutError, match="save: the ranks did not come"):
+        run.save()  # the values have waited for as long, too
+    run.set(clip=3)
+    (tmp_path / "prepared").touch()
+    assert run.results == [[1, 2, 3], [1, 2, 3]]
+
+
 def test_a_pause_that_one_rank_does_not_come_to_is_given_up(monkeypatch):
     monkeypatch.setattr(actions, "POINT_SECONDS", 0.5)
 

@@ -172,8 +172,11 @@ class Call:
 
     # ---- at a common point of all ranks --------------------------------------------------------
 
-    def act(self, action: wire.Action) -> Future[None]:
-        """Have all ranks do an action at a common point; the future says when they have."""
+    def act(self, action: wire.Action, *, stays: bool = False) -> Future[None]:
+        """Have all ranks do an action at a common point; the future says when they have.
+
+        Values of knobs that ``stay`` wait for a point however long it takes.
+        """
         raise NotebookAccelError(f"{action.kind}: {_OUT_OF_REACH}")
 
     def go_on(self) -> Future[None]:
@@ -331,8 +334,8 @@ class RankCall(Call):
                 self.state = replace(self.state, status="stopping")
             return True
 
-    def act(self, action: wire.Action) -> Future[None]:
-        return self.actions.ask(action)
+    def act(self, action: wire.Action, *, stays: bool = False) -> Future[None]:
+        return self.actions.ask(action, stays=stays)
 
     def go_on(self) -> Future[None]:
         return self.actions.go_on()
