@@ -73,6 +73,7 @@ def test_instances_that_forward_attributes_travel(notebook):
         class Settings(dict):
             def __init__(self, **values): super().__init__(values); self.__dict__["own"] = 5
             def __getattr__(self, name): return self[name]
+            def __getstate__(self): return vars(self)  # Python 3.10 asks __getattr__ for it
 
         def train(wrapper, settings): return wrapper.count(2), settings, wrapper
     """)
