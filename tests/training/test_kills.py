@@ -140,8 +140,10 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(name, tmp_path):
             whole_seconds = min(whole_seconds, took)
         for rank in range(ranks):
             found = _losses(folder, rank)
-            # Killed after a step, and before it wrote that down; rank 0, which has all, saved it.
-            lacking = {step for step in expected[rank] if rank and step not in found}
+            # Killed after a step, and before it wrote that down; rank 0, which under DDP has all
+            # and waits for nobody, saved it.
+            may_lack = rank and CASES[name][0] is None
+            lacking = {step for step in expected[rank] if may_lack and step not in found}
             assert len(lacking) <= len(killed)
             assert all(_is_saved(int(step.split(".")[1])) for step in lacking)
             found |= {step: expected[rank][step] for step in lacking}
