@@ -57,7 +57,8 @@ class RunTable(list[T]):
 
     ``runs`` are (label, run) pairs; ``names`` the metrics with a column, eight at most (None: all);
     ``sort`` is the metric whose curve is shown (None: the first), ``mode`` says which of its values
-    is the best. With ``folds_sweeps`` a sweep is one row, which opens.
+    is the best. With ``folds_sweeps`` a sweep is one row, which opens. ``nothing`` is shown where
+    there are no runs.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class RunTable(list[T]):
         mode: str | None = None,
         *,
         folds_sweeps: bool = False,
+        nothing: str = "[]",
     ) -> None:
         super().__init__(items)
         self._folds_sweeps = folds_sweeps
+        self._nothing = nothing
         self._runs = runs
         self._names = names
         self._sort = sort
@@ -113,7 +116,7 @@ class RunTable(list[T]):
 
     def __repr__(self) -> str:
         if not self._runs:
-            return "[]"
+            return self._nothing
         groups = self._groups()
         columns = self._columns([group[0] for group in groups if not self._is_sweep(group)])
         rows = zip(*([title.text, *cells] for title, cells in columns), strict=True)
@@ -337,7 +340,9 @@ def runs(
             found, lambda run: None if run.status == "failed" else best[run.id], mode
         )
     labelled = [(run.name, run) for run in found]
-    return RunTable(found, labelled, sort=sort, mode=mode, folds_sweeps=True)
+    others = "; runs(everywhere=True) lists those of other kernels, too"
+    nothing = f"[]  (no run yet{'' if everywhere else others})"
+    return RunTable(found, labelled, sort=sort, mode=mode, folds_sweeps=True, nothing=nothing)
 
 
 def compare(

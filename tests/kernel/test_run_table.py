@@ -50,6 +50,8 @@ def names(text):
 def test_runs_and_comparisons_are_shown_as_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     with open_notebook({"JPY_SESSION_NAME": "/home/me/digits.ipynb"}) as notebook:
+        notebook.run("from notebook_accel import runs")
+        assert "runs(everywhere=True)" in notebook.value("repr(runs())")
         notebook.run(TRAIN)
         notebook.fails("notebook_launcher(fails, num_processes=1)")
         text, html = shown(notebook, "runs()")
