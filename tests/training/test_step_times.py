@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from notebook_accel import Accelerator, notebook_launcher
+from notebook_accel import Accelerator, RunStopped, notebook_launcher
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.step_times import step_lines, step_table
 from notebook_accel.launch.view.summary import summary_lines
@@ -17,30 +17,44 @@ from tests.waiting import eventually
 WAIT = 0.02
 
 
+class Slowness:
+    """Waits of one rank, each four times as long as all between two: as much on a busy machine."""
+
+    def __init__(self, is_slow):
+        self.is_slow = is_slow
+        self.waited = time.monotonic()
+
+    def wait(self, *_):
+        if self.is_slow:
+            time.sleep(max(WAIT, 4 * (time.monotonic() - self.waited)))
+            self.waited = time.monotonic()
+
+
 class Samples(Dataset[Any]):
     """Samples that take a while to read, on one rank."""
 
-    def __init__(self, wait):
+    def __init__(self, number, wait):
+        self.number = number
         self.wait = wait
 
     def __len__(self):
-        return 80
+        return self.number
 
     def __getitem__(self, index):
-        time.sleep(self.wait)
+        self.wait()
         return torch.ones(8)
 
 
-def train(slow, slow_rank=1, epochs=1):
+def train(slow, slow_rank=1, epochs=1, samples=80):
     accelerator = Accelerator(gradient_accumulation_steps=2 if slow == "accumulating" else 1)
-    wait = WAIT if accelerator.process_index == slow_rank else 0.0
     model = nn.Linear(8, 8)
-    # The slow optimizer of a rank, as one that offloads would be.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wait, not_at_all = Slowness(accelerator.process_index == slow_rank).wait, Slowness(False).wait
+    # The slow optimizer of a rank, as one that offloads would be.
     if slow == "optimizer":
-        optimizer.register_step_pre_hook(lambda *_: time.sleep(wait))
-    is_slow = wait if slow in ("data", "accumulating") else 0.0
-    loader = DataLoader(Samples(is_slow), batch_size=1)
+        optimizer.register_step_pre_hook(wait)
+    reads = wait if slow in ("data", "accumulating") else not_at_all
+    loader = DataLoader(Samples(samples, reads), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seconds = 0.0
     for _ in range(epochs):
@@ -49,7 +63,7 @@ def train(slow, slow_rank=1, epochs=1):
             with accelerator.accumulate(model):
                 loss = model(batch).square().mean()
                 if slow == "forward":
-                    time.sleep(wait)
+                    wait()
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -84,17 +98,21 @@ def test_the_slow_rank_is_named_with_its_reason(slow):
 
 
 def test_a_pause_is_no_part_of_a_step_and_of_no_rate():
-    run = notebook_launcher(train, ("data",), num_processes=2, view="none", block=False)
+    args = ("data", 1, 1, 1_000_000)
+    run = notebook_launcher(train, args, num_processes=2, view="none", block=False)
     eventually(lambda: run.state.ranks[0].steps > 3, within=60, what="it trains")
     run.pause()
     time.sleep(2)
     run.go_on()
-    run.wait()
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait()
     state = run.state
     seconds = state.ended - state.started - state.paused_seconds
     assert state.paused_seconds > 2
     assert all(each.step_times.total < seconds * 1e9 for each in state.ranks)
-    assert wording.rate(40 / seconds, "batch") in summary_lines(state, now=state.ended)[3]
+    expected = wording.rate(state.ranks[0].batches / seconds, "batch")
+    assert expected in summary_lines(state, now=state.ended)[3]
 
 
 def test_passes_without_a_step_are_no_part_of_one():
