@@ -33,6 +33,7 @@ from tests.training.harness import on_ranks, warnings_about
 from tests.training.loading import SizedStream
 from tests.training.meshes import Tiny
 from tests.training.single import Told, be
+from tests.waiting import eventually
 
 
 def parts():
@@ -244,12 +245,14 @@ def test_what_was_prepared_goes_with_its_accelerator():
     _, model, optimizer, schedule = parts()
     stays = DataLoader(range(4), num_workers=1, persistent_workers=True)
     loader, *others = accelerator.prepare(stays, model, optimizer, schedule)
+    before = {*multiprocessing.active_children()}
     assert sum(map(len, loader)) == 4
-    (worker,) = multiprocessing.active_children()
+    (worker,) = {*multiprocessing.active_children()} - before
     gc.disable()
     try:
         del accelerator, loader, others, model, optimizer, schedule, stays
-        assert not worker.is_alive()
+        # Torch itself waits 5 s for it.
+        eventually(lambda: not worker.is_alive(), what="the worker has ended")
     finally:
         gc.enable()
 

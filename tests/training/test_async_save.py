@@ -24,7 +24,7 @@ def held_back(tmp_path, monkeypatch):
     plain = files.write_prepared
 
     def write(*args):
-        eventually(gate.exists, within=20, what="the test opens the gate")
+        eventually(gate.exists, what="the test opens the gate")
         return plain(*args)
 
     monkeypatch.setattr(files, "write_prepared", write)
@@ -67,7 +67,7 @@ def test_no_copy_outlives_its_save(held_back, tmp_path):
         assert copies()
         held_back.touch()
         accelerator.wait_for_checkpoint()
-        eventually(lambda: not copies(), within=20, what="the copy is gone")
+        eventually(lambda: not copies(), what="the copy is gone")
     finally:
         gc.enable()
 

@@ -161,6 +161,7 @@ def test_the_blocks_of_a_pipeline_are_compiled():
 
 
 def test_a_model_compiled_in_place_is_copied_and_pickled():
+    torch.manual_seed(2)  # of some weights the outputs are 0, whatever the first layer gives
     model, x = Layered(), torch.tensor([1, 2])
     expected = model(x)
     compile_in_place(model, REGIONS)

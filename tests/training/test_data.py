@@ -185,7 +185,7 @@ def test_everything_else_is_the_users():
         worker_init_fn=own_init,
         prefetch_factor=3,
         persistent_workers=True,
-        timeout=20,
+        timeout=100,
         pin_memory_device="",
     )
     prepared = prepare(raw, 1, 2)

@@ -371,7 +371,7 @@ def steps_and_samples(loader, num_common):
     return given, loader.progress()[2]
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_ranks_make_the_same_steps_until_one_has_no_more():
     uneven = prepare(numbers(9), even_batches=False)
     own = [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5]]][this_rank()]
