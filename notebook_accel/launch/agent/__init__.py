@@ -202,6 +202,10 @@ class Agent:
         # Other machines have to reach it, by whatever name MASTER_ADDR has for it.
         address = self._launch.environment.get("MASTER_ADDR", _LOOPBACK)
         host = address if self._has_others else _LOOPBACK
+        if self._shares_port and not port:
+            # A store of torch's own binds it at all addresses: a connection from one of them may
+            # have a port that is free at another.
+            host = ""
         # The old one is let go of afterwards.
         old, self._master = self._master, _reserve(port, host=host, is_shared=self._shares_port)
         if old is not None:

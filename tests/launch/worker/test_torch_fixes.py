@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
@@ -161,6 +162,17 @@ def test_one_variable_leaves_torch_as_it_is(monkeypatch):
     assert on_cpu(look)[0] == (4, 2)
     monkeypatch.setenv("NOTEBOOK_ACCEL_TORCH_FIXES", "0")
     assert on_cpu(look).results == [(0, 2)] * 2
+
+
+def test_the_port_for_a_store_of_torchs_own_is_free_at_all_addresses(monkeypatch):
+    """Torch binds it at all: a connection from another address would be in its way."""
+
+    def taken():
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.2", int(os.environ["MASTER_PORT"])))
+
+    monkeypatch.setenv("NOTEBOOK_ACCEL_TORCH_FIXES", "0")
+    on_cpu(taken)
 
 
 def test_rank_0_says_in_lines_what_of_torch_could_not_be_replaced():
