@@ -60,10 +60,15 @@ def _skip(items: list[pytest.Item], reason: str) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the runs of the tests out of the state folder of the person who tests."""
+def _folders_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep runs, and the history of kernels, out of the folders of the person who tests.
+
+    Kernels of all test processes would write into one history: while one of them holds it for five
+    seconds, IPython prints in the output of the others that it gives up.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         yield
 
 
