@@ -9,16 +9,28 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from packaging.requirements import Requirement
-from traitlets import Integer
+from traitlets import Integer, Type
 
 from notebooks.execute import execute, export, last_text
 from tests.kernel.notebooks import open_notebook
+from tests.notebook.kernels import AsyncManager
 from tests.public import PACKAGE
 
 # Those with a number; tpu_colab.ipynb needs torch_xla (tests/xla).
 NOTEBOOKS = PACKAGE.parent / "notebooks"
 EXAMPLES = sorted(NOTEBOOKS.glob("0*.ipynb"))
 COLAB = "https://colab.research.google.com/"
+
+
+class Client(NotebookClient):
+    """Takes no port of another test's process."""
+
+    kernel_manager_class = Type(AsyncManager)
+
+
+@pytest.fixture(autouse=True)
+def _ports_of_its_own(monkeypatch):
+    monkeypatch.setattr("notebooks.execute.NotebookClient", Client)
 
 
 @pytest.mark.timeout(240)
@@ -51,7 +63,7 @@ RESULTS = {
 }
 
 
-class Hasty(NotebookClient):
+class Hasty(Client):
     """On a busy machine; unless it is told to, it waits for no message that is late."""
 
     iopub_timeout = Integer(0)

@@ -18,7 +18,7 @@ from typing import Any
 
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import port_names
-from jupyter_client.manager import KernelManager
+from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.session import Session
 
 from tests.ports import free_port
@@ -98,6 +98,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Seen:
+    """A message; ``when`` it was made: what waited for a test process would come all at once."""
+
     when: float
     kind: str
     size: int
@@ -108,6 +110,7 @@ class Kernel:
 
     Attributes:
         first: what outputs held when they were first shown.
+        updates: what took the place of that, each time.
         buttons: the id of each button's comm, by its text; of equal ones the newest.
         models: the state of each widget, by the id of its comm.
         strays: the types of what a page was to draw while no cell ran.
@@ -119,6 +122,7 @@ class Kernel:
         self.client = client
         self.seen: list[Seen] = []
         self.first: list[dict[str, Any]] = []
+        self.updates: list[dict[str, Any]] = []
         self.displays: dict[str, dict[str, Any]] = {}
         self.buttons: dict[str, str] = {}
         self.widgets: deque[str] = deque(maxlen=20)
@@ -259,7 +263,7 @@ class Kernel:
     def _take(self, message: dict[str, Any], reply: Reply) -> None:
         kind, content = message["msg_type"], message["content"]
         size = len(json.dumps(content, default=str))
-        self.seen.append(Seen(time.monotonic(), kind, size))
+        self.seen.append(Seen(message["header"]["date"].timestamp(), kind, size))
         self._note_strays(message)
         if kind == "stream":
             reply.text += content["text"]
@@ -272,6 +276,7 @@ class Kernel:
                 self.displays[display] = output
         elif kind == "update_display_data":
             display = content["transient"]["display_id"]
+            self.updates.append(content["data"])
             self.displays.get(display, {})["data"] = content["data"]
         elif kind in ("comm_open", "comm_msg"):
             self._told_states |= "states" in content["data"]
@@ -317,16 +322,30 @@ class VSCode(Kernel):
             super()._take(message, reply)
 
 
-@contextmanager
-def kernel_manager(**options: Any) -> Iterator[KernelManager]:
-    """One that ends its kernel.
+def choose_ports(manager: KernelManager) -> None:
+    """Choose the ports of its kernel.
 
-    The ports that it would choose are soon given to another test's process, and the kernel that
-    comes to them a second later dies of that.
+    Those that it would choose are soon given to another test's process, and the kernel that comes
+    to them a second later dies of that.
     """
-    manager = KernelManager(cache_ports=False, **options)
+    manager.cache_ports = False
     for name in port_names:
         setattr(manager, name, free_port())
+
+
+class AsyncManager(AsyncKernelManager):
+    """For nbclient, which makes its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        choose_ports(self)
+
+
+@contextmanager
+def kernel_manager(**options: Any) -> Iterator[KernelManager]:
+    """One that ends its kernel."""
+    manager = KernelManager(**options)
+    choose_ports(manager)
     try:
         yield manager
     finally:
