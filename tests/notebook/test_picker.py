@@ -382,7 +382,7 @@ def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(notebook):
     told = threading.Event()
     button.observe(lambda _: told.set(), names="disabled")
     call_of(form.picker.run).ended.set()
-    assert told.wait(10)
+    assert told.wait(100)
     assert (button.disabled, button.description) == (False, "Launch")
 
 
@@ -403,7 +403,7 @@ def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(monkeypatch, 
 
     monkeypatch.setattr(picker_module, "as_yaml", as_yaml_while_a_click_comes)
     form.field("seed").value = "7"
-    click.join(10)
+    click.join(100)
     assert not click.is_alive()
     assert "Loaded from" in form.message.value
     assert form.picker.config == LaunchConfig(fsdp={"min_num_params": 1000})
