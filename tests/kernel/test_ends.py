@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -123,13 +124,15 @@ def test_nothing_outlives_the_kernel(prepared, tmp_path, end, is_busy):
     prepared.start(f"notebook_launcher({KINDS[-1]}, (), 2, block={is_busy})")
     for kind in KINDS:
         eventually(_arrived(tmp_path, kind), within=READY, what=f"{kind}: both ranks are in it")
-    # A template, four agents, eight ranks, four loader workers, two in sessions of their own.
-    assert len(prepared.others(child)) >= 19
+    # A template, four agents, eight ranks, four loader workers, two in sessions of their own, which
+    # have no environment to be known by while they become another program.
+    eventually(lambda: len(prepared.others(child)) >= 19, within=READY, what="all are there")
     end(prepared)
     eventually(lambda: gone([kernel]), within=READY, what="the kernel ended")
     prepared.expect(0, but=child, within=GONE)
-    # Nor a file, that of a loader's workers included.
-    assert files_left(os.environ["TMPDIR"]) == []
+    # Nor a file, that of a loader's workers included. A new kernel tries the folder with one.
+    left = partial(files_left, os.environ["TMPDIR"])
+    eventually(lambda: left() == [], within=GONE, what="no file is left")
 
 
 def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared):
@@ -177,6 +180,8 @@ def _launched(notebook, folder, kind):
     notebook.run(f"run = notebook_launcher({kind}, (), 2, block=False)")
     eventually(_arrived(folder, kind), within=READY, what=f"{kind}: both ranks are in it")
     (template,) = psutil.Process(notebook.pid).children()
+    # That of an earlier run may still be on its way out.
+    eventually(lambda: len(template.children()) == 1, within=READY, what="it has one agent")
     (agent,) = template.children()
     return template, agent
 

@@ -13,7 +13,7 @@ import time
 import torch
 from notebook_accel import Accelerator, find_run, last_run, notebook_launcher, runs
 
-def train(lr, width=4, size=1200):
+def train(lr, width=4, size=2400):
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(torch.nn.Linear(1, width), torch.nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -53,7 +53,7 @@ def test_a_run_is_paused_stopped_and_goes_on_in_this_kernel_and_another(notebook
         assert "the run has ended" in ended
         assert "run.py" not in ended, "no frame of the package"
         run_id, done, *results = notebook.value("[run.id, done, *again.results]")
-        assert results == [(300 - done, 0.01)] * 2
+        assert results == [(600 - done, 0.01)] * 2
         assert f"begins at batch {done}" in notebook.run("print(again.state.notices)")
         # That run is the newest now, and has ended well.
         assert "It wrote no checkpoint" in notebook.fails(GO_ON % "last_run()")
@@ -167,8 +167,8 @@ def test_a_warm_clone_of_a_trial_trains_what_the_trial_had_not(notebook):
     notebook.run("clone = s.runs[1].wait(); s.stop(); s.wait()")
     seen, rate, noticed = notebook.value("[*clone.results[0], str(clone.state.notices)]")
     assert rate == 0.01
-    assert 10 <= 600 - seen < 600, "it goes on from a step of the trial"
-    assert f"begins at batch {600 - seen}" in noticed
+    assert 10 <= 1200 - seen < 1200, "it goes on from a step of the trial"
+    assert f"begins at batch {1200 - seen}" in noticed
 
 
 # The last trial begins its turn once the click was heard.

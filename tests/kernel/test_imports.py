@@ -109,7 +109,7 @@ def test_the_environment_turns_it_off(tmp_path):
         notebook.run("from notebook_accel import notebook_launcher\nimport off_lib" + FUNCTION)
         launch = "print(list(notebook_launcher(function, ('off_lib',), 2, view='none')))"
         assert notebook.run(launch).strip() == "[False, False]"
-        (template,) = (p for p in notebook.others() if p.ppid() == notebook.pid)
+        (template,) = psutil.Process(notebook.pid).children()
         eventually(
             lambda: not psutil.Process(template.pid).children(), within=SLOW, what="ranks ended"
         )

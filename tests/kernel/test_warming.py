@@ -9,6 +9,8 @@ def test_fetching_the_launcher_starts_the_template_once(notebook):
     notebook.run("import notebook_accel")
     assert notebook.others() == []
     notebook.run("from notebook_accel import notebook_launcher")
+    # It has no environment to be known by before it is another program than its kernel.
+    eventually(notebook.others, within=SLOW, what="the template is there")
     (template,) = notebook.others()
     notebook.run("from notebook_accel import notebook_launcher")
     notebook.run("from notebook_accel.launchers import notebook_launcher")
