@@ -236,20 +236,32 @@ def test_optuna_samples_and_is_told_and_its_pruner_stops_trials():
     assert found.best is found.runs[0]
 
 
-def epoch(lr, seconds=0.02, slow_after=80):
+def epoch(lr, seconds=0.02, turns=None):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(80), batch_size=1))
     for step, _ in enumerate(loader):
         accelerator.log({"loss": lr + 1 / (step + 1)}, step=step)
-        time.sleep(seconds if not slow_after <= step < 40 else 0.2)
+        # It takes its time until its first turn has ended, which may be noticed late.
+        waits = turns is not None and step >= 20 and not (turns / f"{lr} had one").exists()
+        time.sleep(0.4 if waits else seconds)
     return step + 1
 
 
-def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each():
+class Pruner(optuna.pruners.MedianPruner):
+    """Leaves a file for each trial that has had a turn."""
+
+    def __init__(self, turns, rates, **how):
+        super().__init__(**how)
+        self.turns, self.rates = turns, rates
+
+    def prune(self, study, trial):
+        (self.turns / f"{self.rates[trial.number]} had one").touch()
+        return super().prune(study, trial)
+
+
+def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each(tmp_path):
     rates = [0.5, 0.1, 0.4, 0.2]
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
-    # A turn ends within the first half of the epoch, also where it is noticed late.
-    kwargs = {"slow_after": 20}
+    pruner, kwargs = Pruner(tmp_path, rates, n_startup_trials=2), {"turns": tmp_path}
     asked = {"metric": "loss", "concurrent": 1, "rounds": 4, "pruner": pruner, "kwargs": kwargs}
     found = on_cpu(epoch, {"lr": rates}, **asked)
     assert found.to_pandas()["state"].tolist() == ["pruned", "succeeded", "pruned", "pruned"]
@@ -266,10 +278,11 @@ def test_in_turns_every_trial_is_seen_early_and_the_pruner_decides_after_each():
     assert states == ["PRUNED", "COMPLETE", "PRUNED", "PRUNED"]
 
 
-def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goes_on():
-    asked = {"metric": "loss", "concurrent": 1, "rounds": 3}
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
-    found = on_cpu(epoch, {"lr": [0.1, float("nan")]}, pruner=pruner, **asked)
+def test_a_trial_that_has_nan_after_its_turn_is_pruned_and_what_cannot_pause_goes_on(tmp_path):
+    asked = {"metric": "loss", "concurrent": 1, "rounds": 4}
+    rates = [0.1, float("nan")]
+    pruner, kwargs = Pruner(tmp_path, rates, n_startup_trials=1), {"turns": tmp_path}
+    found = on_cpu(epoch, {"lr": rates}, pruner=pruner, kwargs=kwargs, **asked)
     assert found.to_pandas()["state"].tolist() == ["succeeded", "pruned"]
     assert found.best is found.runs[0]
 
