@@ -80,6 +80,8 @@ def test_a_detached_run_survives_the_death_of_its_kernel(notebook, later, tmp_pa
     eventually(lambda: gone([kernel]), within=SLOW, what="the kernel is dead")
     assert "running" in later.run("print(notebook_accel.runs(everywhere=True))")
     later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
+    # Its keeper may not have heard from the ranks by now.
+    later.run("import time\nwhile run.status == 'starting': time.sleep(0.01)")
     assert later.value("run.status") == "running"
     (tmp_path / "go").touch()
     results = later.value("[(one.value, len(rest)) for one, rest in run]")
@@ -235,6 +237,8 @@ def test_all_who_ask_for_stacks_have_them_and_a_kill_reaches_a_run_without_a_fol
     notebook, tmp_path
 ):
     launched(notebook, tmp_path)
+    # The keeper, of a busy machine, answers one after the other.
+    notebook.run("from notebook_accel.launch import detached; detached._ANSWER_SECONDS = 100.0")
     code = """
         from concurrent.futures import ThreadPoolExecutor
         with ThreadPoolExecutor() as pool:

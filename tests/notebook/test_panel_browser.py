@@ -260,7 +260,7 @@ def test_all_that_can_be_clicked(notebook, tmp_path):
     assert len(heights) <= 4, heights
     check_layout(notebook)
     # Of the first lines of the log that are in sight one says which rank has printed them.
-    page.wait_for_function(f"() => ({_TAGS_STAY})().every(Boolean)", timeout=10_000)
+    page.wait_for_function(f"() => ({_TAGS_STAY})().every(Boolean)", timeout=30_000)
 
     # What ranks print does no harm and is right.
     choose(output, "Output of", "rank 0")
@@ -884,7 +884,7 @@ def _check_in_windows(notebook, widths, condition):
     notebook.hide_sidebar()
     for width in widths:
         page.set_viewport_size({"width": width, "height": 1000})
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (found := page.evaluate(condition, width)) not in (True, []):
             assert time.monotonic() < deadline, f"{width} px: {found}"
             page.wait_for_timeout(100)
