@@ -146,7 +146,7 @@ def test_no_command_ends_with_a_traceback(line, said, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=280,
     )
     assert "Traceback" not in done.stderr + done.stdout
     assert "Exception ignored" not in done.stderr

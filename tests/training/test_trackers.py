@@ -256,7 +256,7 @@ def test_tensorboard_writes_events_and_settings(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(not find_spec("mlflow"), reason="mlflow is not installed")
-@on_ranks(1)
+@on_ranks(1, timeout=100)
 def test_mlflow_writes_to_a_folder(tmp_path):
     os.chdir(tmp_path)
     uri = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/runs", "MLFLOW_ALLOW_FILE_STORE": "true"}
