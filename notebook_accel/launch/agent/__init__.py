@@ -655,6 +655,11 @@ class Agent:
         self._channel.post(kind(run=self._launch.run, **fields))
 
     def _post_of_call(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        if kind is wire.ActionDone:
+            # What ranks have said as they did it comes first: a knob's new value, say.
+            for rank in self.ranks:
+                if rank.alive and rank.closed_at is None:
+                    self.relay(rank)
         self._post(kind, call=self._call, **fields)
 
     def close(self) -> None:

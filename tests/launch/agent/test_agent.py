@@ -3,15 +3,19 @@
 import faulthandler
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
 import pytest
 
 from notebook_accel import wire
+from notebook_accel.launch.agent import Agent
+from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.rank.this_rank import current
 from tests.engines.processes import gone
 from tests.launch.agents import AgentByHand, agent_by_hand
@@ -233,3 +237,24 @@ def test_stacks_that_are_written_slowly_are_told_whole(agent):
     agent.wait_for(wire.Output)
     agent.say(wire.DumpStacks)
     assert "in stands_still" in agent.wait_for(wire.Stacks).text
+
+
+# ---- an action -----------------------------------------------------------------------------------
+
+
+def test_what_ranks_say_as_they_act_comes_before_the_word_that_they_did():
+    """Whoever set a knob, or saved, looks at once for the new value, or the folder."""
+    kernel, ours = map(Channel, socket.socketpair())
+    said, heard = map(Channel, socket.socketpair())
+    given = {"environment": {}, "directory": "", "path": (), "log_dir": "/", "num_threads": 1}
+    agent = Agent(ours, -1, wire.Launch(run="r", world_size=1, ranks=(0,), **given))
+    agent.ranks = [SimpleNamespace(rank=0, alive=True, closed_at=None, channel=heard)]
+    agent._acting.ask(wire.Act(number=1, content=b""), is_pause=False, refused="", now=0.0)
+    # The agent has just looked for messages.
+    said.send(wire.KnobMade(name="lr", value=0.5))
+    agent._board.row(0).done = 1
+    agent._acting.tick(0.0)
+    ours.flush()
+    assert [type(message) for message, _ in kernel.drain()] == [wire.KnobMade, wire.ActionDone]
+    for one in (kernel, ours, said, heard, agent._selector, agent._master, agent._store):
+        one.close()
