@@ -1,6 +1,7 @@
 """Knobs, saves, pauses and stops happen at the same step of all ranks, in real processes."""
 
 import contextlib
+import math
 import random
 import re
 import threading
@@ -48,11 +49,11 @@ def own_steps(has_own):
     return own.step, ended
 
 
-def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, slow_until=None):
+def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, num_steps=None):
     """Train by a rate that a knob sets; return what happened at which batch, and the weights.
 
     With ``plain``, by torch's own DDP, with nothing prepared; rank 0 steps an optimizer of its
-    own as well, also in a thread.
+    own as well, also in a thread. With ``num_steps``, until so many steps are made.
     """
 
     set_seed(3)
@@ -82,6 +83,8 @@ def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, sl
     rates = []
     try:
         for batch, inputs in enumerate(loader, start.batch if start else 0):
+            if batch == num_steps:
+                break
             loss = model(inputs).square().mean()
             accelerator.backward(loss)
             optimizer.step()
@@ -92,8 +95,6 @@ def train(num_batches, *, fsdp=False, plain=False, folder=None, is_slow=True, sl
                 events.append((batch, "save", None))
             if is_slow:
                 time.sleep(0.002 + 0.003 * accelerator.process_index)
-            if slow_until is not None and not slow_until.exists():
-                time.sleep(0.05)
     except RunStopped:
         events.append((batch, "stop", None))
     ended.set()
@@ -108,6 +109,12 @@ def start(function, *args, ranks=2, engine="local", **asked):
 
 def trains(run):
     eventually(lambda: bool(run.state.knobs), what="the knob is known")
+
+
+def all_train(run):
+    """Wait for every rank: a stop that finds one that has counted nothing soon interrupts it."""
+    trains(run)
+    eventually(lambda: all(rank.batches for rank in run.state.ranks), what="all have batches")
 
 
 def same(one, other):
@@ -162,19 +169,27 @@ def test_all_ranks_do_random_actions_at_the_same_steps(
 
 
 @pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp, tmp_path):
-    twin = start(train, 120, kwargs={"fsdp": fsdp, "is_slow": False})
-    was_paused = tmp_path / "was paused"
-    run = start(train, 120, kwargs={"fsdp": fsdp, "slow_until": was_paused}, timeout=SOON)
+def test_a_training_that_is_paused_ten_times_equals_its_twin(fsdp):
+    run = start(train, 100_000, kwargs={"fsdp": fsdp})
     trains(run)
-    for _ in range(10):
+    for number in range(1, 11):
         run.pause()
-        stood = [rank.batches for rank in run.state.ranks]
+        steps = re.findall(r"paused \(step ([\d,]+)\)", run.logs(0))
+        assert len(steps) == number
+        # The newest counts of ranks may come a little later.
+        stand = [int(steps[-1].replace(",", "")) + 1] * 2
+        eventually(lambda at=stand: batches_of(run) == at, what="all stand at the point")
         time.sleep(0.02)
-        assert max(stood) <= run.state.ranks[0].batches + 1
+        assert batches_of(run) == stand
         run.go_on()
-    was_paused.touch()
+    run.stop()
+    done = run.wait()[0]["steps"]
+    twin = start(train, 100_000, kwargs={"fsdp": fsdp, "is_slow": False, "num_steps": done})
     assert all(same(one["weights"], other["weights"]) for one, other in zip(run, twin, strict=True))
+
+
+def batches_of(run):
+    return [rank.batches for rank in run.state.ranks]
 
 
 def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop():
@@ -199,8 +214,7 @@ def test_a_paused_run_answers_at_once_is_paused_once_and_ends_by_stop():
     eventually(lambda: run.state.knobs["lr"].value == 0.5, what="the new rate")
     assert run.status == "running"
     run.save()
-    has_steps = lambda: all(rank.batches for rank in run.state.ranks)  # noqa: E731
-    eventually(has_steps, what="the ranks say that they train")
+    all_train(run)
     with pytest.raises(ConfigError, match=r"rate=1.*no such knob; it has lr"):
         run.set(rate=1)
     run.set(lr=1)
@@ -218,6 +232,7 @@ def test_a_pause_for_which_the_host_has_no_memory_is_refused_and_the_function_ac
     def holds_much():
         accelerator = Accelerator(cpu=True)
         this_rank.current()._row.device_memory = 2**50
+        accelerator.wait_for_everyone()  # the sum over both is told
         rate, num_saves = accelerator.knob("lr", 0.5), 0  # which the test waits for
         while rate.value == 0.5 or not num_saves:
             num_saves += accelerator.should_save
@@ -298,16 +313,16 @@ def test_a_pause_that_one_rank_does_not_come_to_is_given_up(monkeypatch):
     run.stop()
 
 
-def test_a_pause_may_take_longer_than_the_way_to_its_point(monkeypatch):
-    monkeypatch.setattr(actions, "POINT_SECONDS", 0.3)
-
-    def moves_slowly():
+def test_a_pause_may_take_longer_than_the_way_to_its_point(tmp_path):
+    def moves_slowly(folder):
         accelerator, context = Accelerator(cpu=True), this_rank.current()
         plain = context._devices_freed
 
         @contextlib.contextmanager
         def freed():
-            time.sleep(2)
+            (folder / str(accelerator.process_index)).touch()
+            while not (folder / "end").exists():
+                time.sleep(0.01)
             with plain():
                 yield
 
@@ -317,9 +332,16 @@ def test_a_pause_may_take_longer_than_the_way_to_its_point(monkeypatch):
             time.sleep(0.01)
         return knob.value
 
-    run = start(moves_slowly)
+    run = start(moves_slowly, tmp_path)
     trains(run)
-    run.pause()
+    pause = call_of(run).act(wire.Action(kind="pause"))
+    begun = [tmp_path / str(rank) for rank in range(2)]
+    eventually(lambda: all(path.exists() for path in begun), what="both move their state")
+    [asked] = call_of(run).actions._line
+    asked.due = 0.0  # the time for the way is over
+    eventually(lambda: asked.due == math.inf or pause.done(), what="it is known that they do it")
+    (tmp_path / "end").touch()
+    pause.result(SOON)
     assert run.status == "paused"
     run.go_on()
     run.stop()
@@ -422,7 +444,7 @@ def test_a_save_that_rank_0_alone_reads_holds_up_nobody(prepares, num_saves, tmp
 
 def test_what_is_asked_after_a_stop_is_refused_and_does_not_undo_it():
     run = start(train, 100_000)
-    trains(run)
+    all_train(run)
     run.stop()
     for ask in (run.pause, run.save, partial(run.set, lr=0.5)):
         with pytest.raises(RuntimeError, match=r"is being stopped|has ended"):
@@ -445,13 +467,12 @@ def test_a_checkpoint_is_written_by_itself_and_keeps_the_knob_and_the_log_says_s
     run.pause()
     run.go_on()
     run.stop()
-    said = re.findall(r"^notebook_accel: (.*) \(step \d+\)$", run.wait().logs(0), re.MULTILINE)
+    said = re.findall(r"^notebook_accel: (.*) \(step [\d,]+\)$", run.wait().logs(0), re.MULTILINE)
     assert said == ["lr=0.125", "save", "paused", "goes on"]
     assert "notebook_accel" not in run.logs(1)
     assert all(not [e for e in one["events"] if e[1] == "save"] for one in run)
     assert list(tmp_path.iterdir())
     again = start(train, 100_000, kwargs=arguments)
-    trains(again)
-    eventually(lambda: all(r.batches for r in again.state.ranks), what="batches")
+    all_train(again)
     again.stop()
     assert {rate for one in again for rate in one["rates"]} == {0.125}
