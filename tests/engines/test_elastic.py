@@ -32,6 +32,7 @@ from tests.engines.processes import files_left
 from tests.engines.slurm import in_job
 from tests.kernel.notebooks import open_notebook
 from tests.launches import launch, without_gloo
+from tests.ports import free_port
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
@@ -139,8 +140,7 @@ def test_the_same_cell_on_the_other_machine(other):
         "host, port = sys.argv[1].split(':'); print(notebook_launcher(lambda: 0, num_nodes=2, "
         "node_rank=1, master_addr=host, use_port=port, join_token=sys.argv[2]))"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def run_cell(address, token):
         assert address == f"127.0.0.1:{port}"
@@ -327,8 +327,8 @@ def test_a_machine_that_is_held_up_is_not_lost_and_a_stop_ends_both(other):
 def test_a_failure_starts_the_ranks_again(other):
     def train(big):
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        _join_group()
         print("attempt", attempt)
+        _join_group()  # before one of them fails, which soon ends the other, both have printed
         if attempt == "0" and os.environ["RANK"] == "1":
             raise ValueError("bad batch")
         if attempt == "1" and os.environ["RANK"] == "0":
