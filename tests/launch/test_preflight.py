@@ -25,6 +25,7 @@ from notebook_accel.launch.preflight import (
 from notebook_accel.system import processes
 from tests.interpreters import run_script
 from tests.launches import launch
+from tests.ports import free_port
 
 
 def train(lr, *, steps=1): ...
@@ -122,10 +123,10 @@ def test_ranks_that_share_too_little_are_told_of():
 
 
 def test_a_port_that_is_taken():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"use_port={port}"):
-            check_port(LaunchConfig(use_port=port))
+    port = free_port()
+    refused = pytest.raises(LaunchError, match=f"use_port={port}")
+    with socket.create_server(("127.0.0.1", port)), refused:
+        check_port(LaunchConfig(use_port=port))
     check_port(LaunchConfig(use_port=port))
 
 

