@@ -25,8 +25,11 @@ SOON = 60.0
 NUM_BATCHES = 30
 
 
-def train(rate=0.01, *, width=16, is_slow=False, fsdp=False, own=None):
-    """Train two epochs with all that a checkpoint has; return the losses and rates of each step."""
+def train(rate=0.01, *, width=16, told=None, fsdp=False, own=None):
+    """Train two epochs with all that a checkpoint has; return the losses and rates of each step.
+
+    With ``told``, each step is logged, and the tenth waits until somebody has made this file.
+    """
 
     set_seed(3)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
@@ -50,8 +53,10 @@ def train(rate=0.01, *, width=16, is_slow=False, fsdp=False, own=None):
             optimizer.zero_grad()
             losses.append(loss.item())
             rates.append(optimizer.param_groups[0]["lr"])
-            if is_slow:
+            if told is not None:
                 accelerator.log({"loss": losses[-1]}, step=len(losses))
+                while len(losses) >= 10 and not told.exists():
+                    time.sleep(0.01)
                 # The stop that comes after some steps is to find the first epoch.
                 time.sleep(0.03 if len(losses) < 10 else 0.3)
         if epoch == 0 and own and not start.step:
@@ -63,10 +68,12 @@ def start(*args, function=train, ranks=2, **asked):
     return launch(function, args, config=LaunchConfig(num_processes=ranks), **asked)
 
 
-def stopped(**kwargs):
-    run = start(block=False, kwargs={"is_slow": True, **kwargs})
+def stopped(folder, **kwargs):
+    told = folder / "told"
+    run = start(block=False, kwargs={"told": told, **kwargs})
     eventually(lambda: run.state.ranks[0].steps > 5, what="some steps")
     run.stop()
+    told.touch()
     assert run.results == [None, None]
     assert run.status == "stopped"
     return run
@@ -75,9 +82,9 @@ def stopped(**kwargs):
 @pytest.mark.parametrize(
     "fsdp", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ddp", "fsdp"]
 )
-def test_a_stopped_run_goes_on_to_the_bit(fsdp):
+def test_a_stopped_run_goes_on_to_the_bit(fsdp, tmp_path):
     whole = start(kwargs={"fsdp": fsdp}).results
-    run = stopped(fsdp=fsdp)
+    run = stopped(tmp_path, fsdp=fsdp)
     done = run.state.ranks[0].steps
     again = start(kwargs={"fsdp": fsdp}, resume=folder_to_resume(run))
     for one, other in zip(again.results, whole, strict=True):
@@ -192,7 +199,7 @@ def test_an_interrupt_within_a_step_is_told(tmp_path):
 
 
 def test_a_new_rate_wins_and_the_schedule_keeps_its_place(tmp_path):
-    run = stopped(own=str(tmp_path / "first"))
+    run = stopped(tmp_path, own=str(tmp_path / "first"))
     done = run.state.ranks[0].steps
     asked = {"kwargs": {"own": str(tmp_path / "second")}, "resume": folder_to_resume(run)}
     again = start(0.001, **asked)
@@ -260,7 +267,7 @@ def learn(rate=0.01, folder="", has_hooks=False, **others):
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    loader = torch.utils.data.DataLoader(torch.randn(10_000, 8), batch_size=2)
+    loader = torch.utils.data.DataLoader(torch.randn(400_000, 8), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if has_hooks:
         accelerator.register_save_state_pre_hook(keep_own_file)
@@ -272,7 +279,7 @@ def learn(rate=0.01, folder="", has_hooks=False, **others):
     start = accelerator.resume_or_start(folder) if folder else None
     losses = []
     for inputs in loader:
-        if len(losses) == steps.value:
+        if len(losses) >= steps.value:
             break
         loss = model(inputs).square().mean()
         accelerator.backward(loss)
