@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-import time
 
 import pytest
 
@@ -139,11 +138,9 @@ def _interrupt_waiting(latch):
 
 def test_a_latch_wakes_who_waits():
     latch = Latch()
-    threading.Timer(0.05, latch.set).start()
-    began = time.monotonic()
     assert not latch.wait(0.001)
+    threading.Timer(0.05, latch.set).start()
     # As long as a session with grace=inf waits for its ranks.
     assert latch.wait(math.inf)
-    assert time.monotonic() - began < 20
     latch.set()
     assert latch.wait(0)
