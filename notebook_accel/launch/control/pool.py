@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 # Between calls there is nothing to draw, and messages wake the thread.
 _IDLE_SECONDS = 1.0
-# The agent itself gives a rank three seconds to write its stacks.
-_STACKS_SECONDS = 5.0
+# The agent itself gives a rank five seconds to write its stacks.
+_STACKS_SECONDS = 10.0
 # Between two looks at whether the stacks have come.
 _POLL_SECONDS = 0.01
 # An agent that was told to kill and does not answer is killed itself; its ranks go with it.
@@ -360,7 +360,7 @@ class RankPool:
         return self._call is not None and self._call.number == call
 
     def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
-        """Ask ranks for their stacks, and wait up to 5 seconds for them."""
+        """Ask ranks for their stacks, and wait up to 10 seconds for them."""
         asked = time.monotonic()
         chosen = [number for number in range(len(self.processes)) if rank in (None, number)]
 
