@@ -82,7 +82,7 @@ def train(mesh, folder):
 
 
 def begin(mesh, num_ranks, folder):
-    run = on_cpu(train, mesh, str(folder), n=num_ranks, block=False)
+    run = on_cpu(train, mesh, str(folder), n=num_ranks, grace=SOON, block=False)
     for rank in range(num_ranks):
         eventually((folder / f"waits-{rank}").exists, within=SOON, what="it trains")
     return run
@@ -208,7 +208,7 @@ def test_what_is_not_on_disk_is_told(what, why, tmp_path, monkeypatch):
     if what == "full disk":
         full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         monkeypatch.setattr(torch, "save", full)
-    run = on_cpu(endless, str(tmp_path), what, n=1, block=False)
+    run = on_cpu(endless, str(tmp_path), what, n=1, grace=SOON, block=False)
     eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
     call_of(run).press(1)
     with pytest.raises(RunStopped, match=why):
@@ -295,7 +295,7 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path):
 
     threading.Thread(target=press_once_it_waits).start()
     with pytest.raises(KeyboardInterrupt, match=r"is kept: last_run\(\)\.rescued$") as caught:
-        on_cpu(endless, str(tmp_path), n=1)
+        on_cpu(endless, str(tmp_path), n=1, grace=SOON)
     typed = str(caught.value).partition("is kept: ")[2]
     rescued = eval(typed, {"last_run": notebook_accel.last_run})
     assert rescued.models[0].weight.item() == 7.0
