@@ -328,7 +328,7 @@ class LaunchedContext(RankContext):
         self._inner: set[int] = set()
         self._all_plain: weakref.WeakSet[Any] = weakref.WeakSet()
         self._off_device: Callable[[Any], AbstractContextManager[None]] | None = None
-        self._collectives, self._num_rounds, self._num_in_round = -1, -1, 0
+        self._collectives, self._num_rounds, self._num_in_round = 0, 0, 0
         self._step_seconds, self._step_began = 0.0, time.monotonic()
         # How many batches were given before the pass, and its length, as the board has them.
         self._pass: tuple[int, int | None] = (0, None)
@@ -521,7 +521,7 @@ class LaunchedContext(RankContext):
             self._collectives, self._num_in_round = collectives, 0
             self._num_rounds += 1
         self._num_in_round += 1
-        own = _STEPS_OF_ONE_RANK if self._num_rounds else 0
+        own = _STEPS_OF_ONE_RANK if self._num_rounds and self.world_size > 1 else 0
         self.begin_step((self._num_rounds << 32) + max(1, self._num_in_round - own))
 
     def end_plain_step(

@@ -210,6 +210,19 @@ def test_steps_are_those_of_optimizers_and_without_any_batches():
     assert context.num_steps == 0
 
 
+@pytest.mark.parametrize(("num_before", "begun"), [(0, [1, 2, 3]), (4, [2**32 + 1] * 3)])
+def test_a_step_of_ones_own_is_no_point_also_right_after_the_first_collectives(num_before, begun):
+    """DDP has begun some by its first backward; without any, each step is a point."""
+    context, _, board = launched()
+    enter(context)
+    found = []
+    for optimizer in (torch.optim.SGD([torch.ones(1)]) for _ in range(3)):
+        context.begin_plain_step(optimizer, lambda: num_before, contextlib.nullcontext)
+        context.end_plain_step(optimizer, lambda _: None)
+        found.append(board.row(1).begun)
+    assert found == begun
+
+
 def test_steps_of_optimizers_that_nobody_has_prepared_also_after_one_that_failed():
     context, _, board = launched()
     enter(context)
