@@ -6,6 +6,8 @@ once it is known.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from notebook_accel import wire
 from notebook_accel.actions.scoreboard import BY_INTERRUPT, FLAG_SECONDS, STOP, Scoreboard
 
@@ -15,11 +17,16 @@ _PATIENCE_SECONDS = 1.0
 
 
 class Acting:
-    """What an agent and its ranks do for the actions of one call."""
+    """What an agent and its ranks do for the actions of one call.
 
-    def __init__(self, board: Scoreboard, post: wire.Post) -> None:
+    Args:
+        relay: passes on what ranks have said by now.
+    """
+
+    def __init__(self, board: Scoreboard, post: wire.Post, relay: Callable[[], object]) -> None:
         self._board = board
         self._post = post
+        self._relay = relay
         # Of the newest action; the number of the newest pause, 0 if none goes on.
         self._number = 0
         self._pause = 0
@@ -93,6 +100,7 @@ class Acting:
                 )
         if not self._is_done and (num_done := self._board.num_done(self._number)) is not None:
             self._is_done = True
+            self._relay()  # a knob's new value, say, before the word that all have it
             self._post(wire.ActionDone, number=self._number, num_ranks=num_done)
         if self._goes_on and not self._board.num_paused:
             self._goes_on, self._pause = False, 0

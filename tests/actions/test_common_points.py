@@ -115,7 +115,7 @@ class World:
         boards = [Scoreboard(RANKS_EACH, has_others=True) for _ in range(NUM_AGENTS)]
         self.to_kernel = [deque() for _ in boards]
         self.to_agent = [deque() for _ in boards]
-        self.acting = [Acting(board, self._post(i)) for i, board in enumerate(boards)]
+        self.acting = [Acting(board, self._post(i), bool) for i, board in enumerate(boards)]
         agents = [(0, 1), (2, 3)]
         self.actions = CommonActions(self._send, lambda: agents, self._note_pause, lambda: self.now)
         self.ranks = []
@@ -239,7 +239,9 @@ def test_an_agent_whose_ranks_have_ended_answers_before_it_asks_for_a_stop():
     board = Scoreboard(1, has_others=True)
     board.row(0).call_over = 1
     posted = []
-    acting = Acting(board, lambda kind, /, **sent: posted.append((kind.__name__, sent["number"])))
+    acting = Acting(
+        board, lambda kind, /, **sent: posted.append((kind.__name__, sent["number"])), bool
+    )
     acting.ask(wire.Act(number=1, content=b""), is_pause=False, refused="", now=0.0)
     acting.ask_stop(0.0)
     acting.tick(1.0)

@@ -172,7 +172,7 @@ class Agent:
         # Of the call:
         self._call = 0
         self._ending = Ending()
-        self._acting = Acting(self._board, self._post_of_call)
+        self._acting = Acting(self._board, self._post_of_call, self._relay_all)
         self._interrupted_at = math.inf
         # When a polite stop began, or its point was found; and when it is said what it waits for.
         self._stopping_since = 0.0
@@ -430,7 +430,7 @@ class Agent:
         self._ending = Ending(grace=message.grace, is_last=self._is_shutting_down)
         self._interrupted_at = math.inf
         self._board.reset()
-        self._acting = Acting(self._board, self._post_of_call)
+        self._acting = Acting(self._board, self._post_of_call, self._relay_all)
         bound = self._master
         port = message.master_port or (0 if bound is None else int(bound.getsockname()[1]))
         if self._has_others and self._has_rank_0:
@@ -464,6 +464,11 @@ class Agent:
         # Metrics alone: what else a rank says is passed on at once.
         self.may_pause |= {type(message) for message, _ in messages} == {wire.Metric}
         self._pass_on(rank, messages)
+
+    def _relay_all(self) -> None:
+        for rank in self.ranks:
+            if rank.alive and rank.closed_at is None:
+                self.relay(rank)
 
     def _report_broken(self, rank: RankProcess) -> None:
         """Tell the kernel that user code broke a rank's connection: closed it, or wrote into it."""
@@ -655,11 +660,6 @@ class Agent:
         self._channel.post(kind(run=self._launch.run, **fields))
 
     def _post_of_call(self, kind: type[wire.Message], /, **fields: Any) -> None:
-        if kind is wire.ActionDone:
-            # What ranks have said as they did it comes first: a knob's new value, say.
-            for rank in self.ranks:
-                if rank.alive and rank.closed_at is None:
-                    self.relay(rank)
         self._post(kind, call=self._call, **fields)
 
     def close(self) -> None:
