@@ -54,8 +54,10 @@ _BOOT = (
     "import os; os.fork() and os._exit(0); "
     "from notebook_accel.launch.keeper import serve; serve({fd})"
 )
-# A keeper answers in a moment, with stacks in 5 seconds, unless its process is stopped.
+# A keeper answers in a moment, unless its process is stopped; with stacks once it has them, which
+# it awaits for 10 seconds itself (control/pool.py).
 _ANSWER_SECONDS = 10.0
+_STACKS_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 # As often as a kernel draws.
 _LOOK_SECONDS = 0.2
@@ -241,7 +243,7 @@ class AttachedCall(run_list.PastCall):
     def stacks(self, rank: int | None = None) -> str:
         asked = f"stacks-{secrets.token_hex(4)}"
         self._ask(asked, "" if rank is None else str(rank))
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + _STACKS_SECONDS
         while not self.ended.is_set() and time.monotonic() < deadline:
             if (text := self.folder.take(f"answer-{asked}")) is not None:
                 return text

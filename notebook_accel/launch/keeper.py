@@ -99,7 +99,7 @@ def serve(fd: int) -> None:
 
 def _serve_kernels(call: Call, told: RunState | None) -> RunState | None:
     """Answer what kernels ask in the run's folder; return the state that they have by now."""
-    folder, state, began = call.folder, call.state, time.monotonic()
+    folder, state = call.folder, call.state
     if not folder.path.exists():
         # Without a folder nobody could find the run, or stop it.
         folder.create()
@@ -110,6 +110,7 @@ def _serve_kernels(call: Call, told: RunState | None) -> RunState | None:
         folder.leave(f"answer-{asked}", call.stacks(int(rank) if rank.isdecimal() else None))
     if not folder.has_left("state"):
         return told
+    began = time.monotonic()
     if state is not told:
         folder.save(state)
     folder.take("state")

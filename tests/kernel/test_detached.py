@@ -238,7 +238,7 @@ def test_all_who_ask_for_stacks_have_them_and_a_kill_reaches_a_run_without_a_fol
 ):
     launched(notebook, tmp_path)
     # The keeper, of a busy machine, answers one after the other.
-    notebook.run("from notebook_accel.launch import detached; detached._ANSWER_SECONDS = 100.0")
+    notebook.run("from notebook_accel.launch import detached; detached._STACKS_SECONDS = 100.0")
     code = """
         from concurrent.futures import ThreadPoolExecutor
         with ThreadPoolExecutor() as pool:
@@ -247,15 +247,29 @@ def test_all_who_ask_for_stacks_have_them_and_a_kill_reaches_a_run_without_a_fol
     """
     assert notebook.value(code) == [2, 2, 2]
 
-    def takes_its_place():
+    def file_took_its_place():
         delete(tmp_path / "runs")
         with contextlib.suppress(FileExistsError):  # the keeper made it anew
-            return not (tmp_path / "runs").touch(exist_ok=False)
+            (tmp_path / "runs").touch(exist_ok=False)
+        return (tmp_path / "runs").is_file()
 
-    eventually(takes_its_place, within=SLOW, what="a file where the folder was")
+    eventually(file_took_its_place, within=SLOW, what="a file where the folder was")
     notebook.run("run.kill()")
     notebook.fails("run.wait()")
     eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
+
+
+@pytest.mark.long
+def test_a_keeper_that_waited_for_stacks_in_vain_says_so_and_answers_again_soon(notebook, tmp_path):
+    launched(notebook, tmp_path)
+    eventually(lambda: notebook.value("run.pids"), within=SLOW, what="its processes are known")
+    agent = psutil.Process(notebook.value("run.pids[0]")).parent()
+    agent.suspend()
+    for _ in range(2):
+        assert "its agent gave no answer" in notebook.value("run.stacks()")
+    agent.resume()
+    notebook.run("run.kill()")
+    notebook.fails("run.wait()")
 
 
 @pytest.fixture
