@@ -250,14 +250,15 @@ class EngineContract:
             def __str__(self):
                 Path(f"{self.args[0]}-{current().rank}").touch()
                 if current().rank:
-                    _await(f"{self.args[0]}-0")
+                    reports = Path(f"{self.args[0]}-0").exists
+                    eventually(reports, what="rank 0 reports its error")
                     time.sleep(0.6)
                 return "bad batch"
 
         def train(marker):
             Path(marker).touch()
             for rank in range(1, current().world_size) if current().rank == 0 else ():
-                _await(f"{marker}-{rank}")
+                eventually(Path(f"{marker}-{rank}").exists, what="another rank has raised it")
             raise BadBatch(marker)
 
         error, _ = self.fails(train)
@@ -1025,11 +1026,6 @@ time.sleep(600)
 
 def _words(path: Path) -> list[str]:
     return path.read_text().split()
-
-
-def _await(path: str) -> None:
-    while not os.path.exists(path):
-        time.sleep(0.01)
 
 
 def _is_last() -> bool:
